@@ -1,0 +1,253 @@
+"""The options, and how they are settled: one frozen dataclass, one `resolve`, a reason for each change.
+
+Knows no torch and no model files: what it must know of the model comes as `ModelFacts`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from stepahead.errors import ConfigError, NotEnoughMemory
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "loop": ("serial", "overlap"),
+    "executor": ("inline", "process"),
+    "device": ("cpu", "hostile"),
+    "dtype": ("float32", "bfloat16"),
+}
+DEPTHS = {"serial": 1, "overlap": 2}
+# where the next step's input token comes from
+RELAYS = {"serial": "host", "overlap": "slot"}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+MAX_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the host must know of a model; bytes are at the dtype that will be used."""
+
+    vocab_size: int
+    max_len: int
+    eos_ids: tuple[int, ...]
+    kv_bytes_per_token: int
+    weight_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """All options of an engine; None means "settle it for me" and `resolve` says how it did.
+
+    model            a Hugging Face folder, a .gguf file, or `toy` (the hash model of the tests)
+    loop             serial: the host looks after every step; overlap: one step later
+    executor         inline: the runner in this thread; process: in its own process
+    device           cpu, or hostile: a CPU that runs operations in any order the edges allow
+    device_seed      the hostile device's order
+    dtype            float32 or bfloat16, for weights and KV
+    max_model_len    most positions of one request, prompt and output together
+    max_rows         most requests in one step
+    max_step_tokens  most positions computed in one step; longer prompts run in chunks
+    page_size        token positions in a page
+    num_pages        pages in the KV pool, or
+    kv_memory_gb     its size in GiB
+    prefix_cache     keep finished pages for prompts that begin alike
+    seed             keys the noise of requests that bring no seed of their own
+    threads          threads of the runner
+    debug            check the scheduler's invariants at every step
+    """
+
+    model: str
+    loop: str = "overlap"
+    executor: str = "process"
+    device: str = "cpu"
+    device_seed: int = 0
+    dtype: str = "float32"
+    max_model_len: int | None = None
+    max_rows: int = 256
+    max_step_tokens: int = 512
+    page_size: int = 16
+    num_pages: int | None = None
+    kv_memory_gb: float | None = None
+    prefix_cache: bool = True
+    seed: int = 0
+    threads: int | None = None
+    debug: bool = False
+
+    @property
+    def depth(self) -> int:
+        """D: the most steps launched and not yet retired."""
+        return DEPTHS[self.loop]
+
+    @property
+    def relay(self) -> str:
+        """Where the next step's input token comes from: `host` or `slot`."""
+        return RELAYS[self.loop]
+
+    @property
+    def num_slots(self) -> int:
+        """Slots on the device: slot 0 is padding, and D-1 batches' worth are spare."""
+        return 1 + self.max_rows * self.depth
+
+
+# what other engines call our fields
+ALIASES = {
+    "max_num_seqs": "max_rows",
+    "max_running_requests": "max_rows",
+    "max_num_batched_tokens": "max_step_tokens",
+    "chunked_prefill_size": "max_step_tokens",
+    "block_size": "page_size",
+    "context_length": "max_model_len",
+    "enable_prefix_caching": "prefix_cache",
+    "num_gpu_blocks_override": "num_pages",
+    "random_seed": "seed",
+}
+
+
+def config_from(model: str, options: dict[str, Any]) -> EngineConfig:
+    """An EngineConfig from keyword options, other engines' spellings included; errors name the option."""
+    fields = {field.name for field in dataclasses.fields(EngineConfig)}
+    settled: dict[str, Any] = {}
+    for name, value in options.items():
+        target = ALIASES.get(name, name)
+        if target not in fields or target == "model":
+            known = ", ".join(sorted(fields - {"model"}))
+            raise ConfigError(f"unknown option {name!r}; known options: {known}")
+        if target in settled:
+            raise ConfigError(f"{name!r} and another spelling of {target!r} are both given; keep one")
+        settled[target] = value
+    config = EngineConfig(model=model, **settled)
+    _check(config)
+    return config
+
+
+_AT_LEAST_ONE = (
+    "max_model_len",
+    "max_rows",
+    "max_step_tokens",
+    "page_size",
+    "num_pages",
+    "threads",
+)
+_REQUIRED = ("max_rows", "max_step_tokens", "page_size")
+
+
+def _check(config: EngineConfig) -> None:
+    for name, choices in CHOICES.items():
+        value = getattr(config, name)
+        if value not in choices:
+            raise ConfigError(f"{name}={value!r}; choose one of {', '.join(choices)}")
+    for name in _AT_LEAST_ONE:
+        value = getattr(config, name)
+        if value is None and name not in _REQUIRED:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{name}={value!r}; give a whole number of at least 1")
+    _check_rest(config)
+
+
+def _check_rest(config: EngineConfig) -> None:
+    if config.max_rows > MAX_ROWS:
+        raise ConfigError(f"max_rows={config.max_rows}; at most {MAX_ROWS} rows are supported")
+    if config.num_pages is not None and config.kv_memory_gb is not None:
+        raise ConfigError("num_pages and kv_memory_gb both size the pool; give one of them")
+    gib = config.kv_memory_gb
+    if gib is not None and (
+        isinstance(gib, bool) or not isinstance(gib, (int, float)) or not 0 < gib < 1e6
+    ):
+        raise ConfigError(f"kv_memory_gb={gib!r}; give a positive number of GiB")
+    for name in ("seed", "device_seed"):
+        value = getattr(config, name)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ConfigError(f"{name}={value!r}; give a whole number")
+    for name in ("prefix_cache", "debug"):
+        if not isinstance(getattr(config, name), bool):
+            raise ConfigError(f"{name}={getattr(config, name)!r}; give true or false")
+    if config.device == "hostile" and config.executor != "inline":
+        raise ConfigError("device=hostile runs in this process only; use executor=inline")
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """The effective configuration, with a reason for each thing that was settled or changed."""
+
+    config: EngineConfig
+    facts: ModelFacts
+    reasons: tuple[str, ...]
+
+    @property
+    def model_len(self) -> int:
+        """Most positions of one request."""
+        assert self.config.max_model_len is not None
+        return self.config.max_model_len
+
+    @property
+    def pages(self) -> int:
+        """Pages in the pool, the padding page included."""
+        assert self.config.num_pages is not None
+        return self.config.num_pages
+
+
+def resolve(
+    config: EngineConfig, facts: ModelFacts, bytes_available: int | None = None
+) -> Resolved:
+    """Fills in what was left open.  ConfigError or NotEnoughMemory when it can't be had.
+
+    `bytes_available`: memory free for weights and pool; None asks the machine.
+    """
+    _check(config)
+    reasons: list[str] = []
+    available = memory_available() if bytes_available is None else bytes_available
+    length = _settle_length(config, facts, reasons)
+    pages = _settle_pages(config, facts, length, available, reasons)
+    threads = config.threads
+    if threads is None:
+        threads = os.cpu_count() or 1
+        reasons.append(f"threads={threads}: one for each core")
+    settled = dataclasses.replace(config, max_model_len=length, num_pages=pages, threads=threads)
+    return Resolved(settled, facts, tuple(reasons))
+
+
+def _settle_length(config: EngineConfig, facts: ModelFacts, reasons: list[str]) -> int:
+    if config.max_model_len is None:
+        reasons.append(f"max_model_len={facts.max_len}: the model's own")
+        return facts.max_len
+    if config.max_model_len > facts.max_len:
+        raise ConfigError(
+            f"max_model_len={config.max_model_len}, but the model knows {facts.max_len} positions"
+        )
+    return config.max_model_len
+
+
+def _settle_pages(
+    config: EngineConfig, facts: ModelFacts, length: int, available: int, reasons: list[str]
+) -> int:
+    page_bytes = facts.kv_bytes_per_token * config.page_size
+    most_useful = config.max_rows * -(-length // config.page_size) + 1
+    spare = max(0, available - facts.weight_bytes)
+    if config.num_pages is not None:
+        pages = config.num_pages + 1  # page 0 is padding
+    elif config.kv_memory_gb is not None:
+        pages = int(config.kv_memory_gb * 2**30 // page_bytes)
+        reasons.append(f"num_pages={pages - 1}: kv_memory_gb={config.kv_memory_gb}")
+    else:
+        pages = min(most_useful, spare // 4 // page_bytes)
+        cause = "every row at full length" if pages == most_useful else "a quarter of free memory"
+        reasons.append(f"num_pages={pages - 1}: {cause}")
+    if pages < 2:
+        raise NotEnoughMemory(f"the KV pool would hold {pages - 1} pages; give it more memory")
+    if pages * page_bytes > spare:
+        raise NotEnoughMemory(
+            f"the KV pool needs {pages * page_bytes / 2**30:.2f} GiB and the weights "
+            f"{facts.weight_bytes / 2**30:.2f} GiB, but {available / 2**30:.2f} GiB are free; "
+            "lower num_pages, kv_memory_gb, max_rows or max_model_len"
+        )
+    return pages
+
+
+def memory_available() -> int:
+    """Bytes of memory that can be had without swapping."""
+    import psutil
+
+    return int(psutil.virtual_memory().available)

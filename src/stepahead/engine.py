@@ -1,0 +1,184 @@
+"""The engine: a scheduler, a loop, an executor and the books, put together and stepped.
+
+One thread calls it.  Roles (offline, server) differ in who calls `add` and who reads `Outputs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from stepahead.config import EngineConfig, Resolved
+from stepahead.errors import EngineClosed, EngineError, InvalidParameter
+from stepahead.loop.base import Executor, LoopCore
+from stepahead.loop.overlap import overlap_step
+from stepahead.loop.serial import serial_step
+from stepahead.observe.books import Books, Stage
+from stepahead.scheduler.policy import Limits
+from stepahead.scheduler.scheduler import Scheduler
+from stepahead.scheduler.stop import StopTable, Vocabulary
+from stepahead.types import Finish, Outputs, Request, SamplingParams, as_prompt
+
+_STEPS: dict[str, Callable[[LoopCore], Outputs | None]] = {
+    "serial": serial_step,
+    "overlap": overlap_step,
+}
+_NO_RIDS = np.zeros(0, np.int64)
+_NO_TOKENS = np.zeros(0, np.int32)
+
+
+def limits_of(resolved: Resolved) -> Limits:
+    """The scheduler's sizes from the effective configuration."""
+    config = resolved.config
+    return Limits(
+        max_rows=config.max_rows,
+        max_step_tokens=config.max_step_tokens,
+        page_size=config.page_size,
+        num_pages=resolved.pages,
+        num_slots=config.num_slots,
+        model_len=resolved.model_len,
+        from_host=config.relay == "host",
+        prefix_cache=config.prefix_cache,
+        debug=config.debug,
+    )
+
+
+class Engine:
+    """Takes requests, steps, gives outputs.  Every request gets exactly one terminal message."""
+
+    def __init__(self, resolved: Resolved, executor: Executor, vocabulary: Vocabulary) -> None:
+        self.resolved = resolved
+        facts = resolved.facts
+        stops = StopTable(facts.vocab_size, facts.eos_ids, vocabulary)
+        self.scheduler = Scheduler(limits_of(resolved), stops)
+        self.books = Books()
+        self._executor = executor
+        config: EngineConfig = resolved.config
+        self._core = LoopCore(self.scheduler, executor, config.depth, self.books)
+        self._step = partial(_STEPS[config.loop], self._core)
+        self._ended: list[Finish] = []  # terminal messages that no step brought
+        self._failure: EngineError | None = None
+        self._closed = False
+        self._rids = 0
+
+    # --- requests ---------------------------------------------------------------------------
+
+    def add(
+        self, prompt: list[int] | np.ndarray, params: SamplingParams, wait: bool = True
+    ) -> list[int]:
+        """Takes a prompt in; one request id for each of its `n` choices.
+
+        RequestError when it is refused: then nothing of it runs.  With `wait=False` PoolFull when
+        it can't be held at once.
+        """
+        self._check_open()
+        ids = as_prompt(prompt, self.resolved.facts.vocab_size)
+        self._check_ids(params)
+        seed = self._own_seed() if params.seed is None else params.seed
+        requests = [Request(self._take_rid(), ids, params, seed, i) for i in range(params.n)]
+        added: list[int] = []
+        try:
+            for request in requests:
+                self.scheduler.add(request, wait)
+                added.append(request.rid)
+        except Exception:
+            for rid in added:  # all choices or none; nobody has heard of these ids
+                self.scheduler.abort(rid)
+            raise
+        return added
+
+    def _own_seed(self) -> int:
+        # the noise of a request without a seed: the same in every run of this engine's seed
+        return (self.resolved.config.seed * 0x9E3779B97F4A7C15 + self._rids + 1) % (1 << 63)
+
+    def _take_rid(self) -> int:
+        self._rids += 1
+        return self._rids - 1
+
+    def _check_ids(self, params: SamplingParams) -> None:
+        size = self.resolved.facts.vocab_size
+        for name, ids in (
+            ("stop_token_ids", params.stop_token_ids or ()),
+            ("logit_bias", params.logit_bias or ()),
+        ):
+            for token in ids:
+                if token >= size:
+                    raise InvalidParameter(
+                        f"{name} names token {token}; the vocabulary is 0..{size - 1}", name
+                    )
+
+    def abort(self, rid: int) -> None:
+        """Ends a request; its terminal message comes with the next step.  Unknown ids are ignored:
+        the request may just have ended."""
+        finish = self.scheduler.abort(rid)
+        if finish is not None:
+            self._ended.append(finish)
+
+    # --- steps ------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do or to tell."""
+        return bool(self._ended) or self.scheduler.has_work
+
+    def step(self) -> Outputs | None:
+        """Runs the loop once.  What it brought, or None: a launch without a landing.
+
+        A failure of the runner ends every request with `error`; the engine can only be closed then.
+        """
+        self._check_open()
+        try:
+            outputs = self._step()
+        except EngineError as error:
+            self._fail(error)
+            outputs = None
+        self.books.enter(Stage.DELIVER if self.scheduler.has_work else Stage.IDLE)
+        return self._with_ended(outputs)
+
+    def _with_ended(self, outputs: Outputs | None) -> Outputs | None:
+        if not self._ended:
+            return outputs
+        ended = tuple(self._ended)
+        self._ended.clear()
+        if outputs is None:
+            return Outputs(-1, _NO_RIDS, _NO_TOKENS, finishes=ended)
+        return Outputs(
+            outputs.step,
+            outputs.rids,
+            outputs.tokens,
+            outputs.first,
+            outputs.finishes + ended,
+            outputs.logprobs,
+            outputs.prompt_logprobs,
+        )
+
+    def _fail(self, error: EngineError) -> None:
+        self._failure = error
+        self._core.forget()
+        self._ended += self.scheduler.fail_all(str(error))
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineClosed("the engine is closed; build a new one")
+        if self._failure is not None and not self._ended:
+            raise EngineClosed(f"the engine has failed ({self._failure}); close it, build a new one")
+
+    @property
+    def failure(self) -> EngineError | None:
+        """What ended the engine, if anything did."""
+        return self._failure
+
+    def close(self) -> list[Finish]:
+        """Ends what still runs with `abort`, then the executor.  Idempotent; never raises for a
+        runner that is already gone."""
+        if self._closed:
+            return []
+        self._closed = True
+        finishes = self._ended + [
+            finish for rid in self.scheduler.running_ids() if (finish := self.scheduler.abort(rid))
+        ]
+        self._ended = []
+        self._executor.close()
+        return finishes

@@ -1,0 +1,158 @@
+"""The three messages between host and runner, and how they travel: Plan, Result, Control.
+
+Nothing else crosses.  All are immutable, made of integers and numpy arrays, and serialise as
+typed structs whose arrays travel raw.  Knows no torch, no queue, no policy.
+
+A plan carries *differences*.  In steady decode `same_rows` is true and everything else is empty:
+a handful of integers, whatever the batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from stepahead.types import LogprobRows, SamplingParams
+
+NO_INTS = np.zeros(0, np.int32)
+NO_INTS.setflags(write=False)
+
+
+class Join(msgspec.Struct, frozen=True, array_like=True, eq=False):
+    """A request enters a slot (again, after a preemption).
+
+    `tokens` int32[n]: its prompt and the outputs already known; `prompt_len` of them are prompt.
+    `cached` positions have their KV in `pages` already (a prefix hit).  `pages` int32[p] is the
+    slot's page table so far.  `seed` and `choice` key the sampling noise.
+    """
+
+    slot: int
+    generation: int
+    tokens: np.ndarray
+    prompt_len: int
+    cached: int
+    pages: np.ndarray
+    params: SamplingParams
+    seed: int
+    choice: int
+
+
+class Plan(msgspec.Struct, frozen=True, array_like=True, eq=False):
+    """What the host decided for one step.
+
+    rows     int32[n]  slots that decode one position, ascending.  Sent only when they changed.
+    same_rows          `rows` equals that of the plan before.
+    tokens   int32[n]  the rows' input tokens when they come from the host, else None (the relay).
+    chunks   int32[4c] flat (slot, start, count, samples): prompt positions start..start+count of
+                       the slot; `samples` is 1 on a prompt's last chunk.
+    grants   int32[3g] flat (slot, index, page): page-table entries that are new.
+    leaves   int32[l]  slots given up; a later join may reuse them.
+    """
+
+    step: int
+    rows: np.ndarray
+    same_rows: bool
+    tokens: np.ndarray | None = None
+    chunks: np.ndarray = NO_INTS
+    joins: tuple[Join, ...] = ()
+    grants: np.ndarray = NO_INTS
+    leaves: np.ndarray = NO_INTS
+
+    @property
+    def chunk_table(self) -> np.ndarray:
+        """`chunks` as int32[c, 4]."""
+        return self.chunks.reshape(-1, 4)
+
+    @property
+    def grant_table(self) -> np.ndarray:
+        """`grants` as int32[g, 3]."""
+        return self.grants.reshape(-1, 3)
+
+
+class PromptRows(msgspec.Struct, frozen=True, array_like=True, eq=False):
+    """Log-probabilities of the prompt tokens at positions `start`.. of the request in `slot`."""
+
+    slot: int
+    start: int
+    values: LogprobRows
+
+
+class Result(msgspec.Struct, frozen=True, array_like=True, eq=False):
+    """What one step gave.
+
+    `tokens` int32[n + s]: one for each decode row in the plan's order, then one for each chunk
+    that samples.  Device times are monotonic nanoseconds.  A non-empty `error` means the step
+    failed as a whole and nothing in it counts.
+    """
+
+    step: int
+    tokens: np.ndarray
+    device_start_ns: int = 0
+    device_end_ns: int = 0
+    logprobs: LogprobRows | None = None
+    prompt_logprobs: tuple[PromptRows, ...] = ()
+    error: str = ""
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether any row asked for log-probabilities."""
+        return self.logprobs is not None or bool(self.prompt_logprobs)
+
+
+class Control(msgspec.Struct, frozen=True, array_like=True, eq=False):
+    """A message outside the flow of steps."""
+
+    kind: Literal["flush", "shutdown"]
+
+
+def _to_wire(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        contiguous = np.ascontiguousarray(value)
+        return msgspec.msgpack.Ext(ord(value.dtype.char), contiguous.data)
+    if isinstance(value, np.integer):
+        return int(value)
+    raise TypeError(f"{type(value).__name__} must not cross between host and runner")
+
+
+def _from_wire(code: int, data: memoryview) -> np.ndarray:
+    return np.frombuffer(data, chr(code))
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_to_wire)
+_PLANS = msgspec.msgpack.Decoder(Plan, ext_hook=_from_wire)
+_RESULTS = msgspec.msgpack.Decoder(Result, ext_hook=_from_wire)
+_CONTROLS = msgspec.msgpack.Decoder(Control)
+
+
+def encode_plan(plan: Plan) -> bytes:
+    """The plan as bytes; rows the other side already has are left out."""
+    if plan.same_rows:
+        plan = msgspec.structs.replace(plan, rows=NO_INTS)
+    return _ENCODER.encode(plan)
+
+
+def decode_plan(data: bytes) -> Plan:
+    """The inverse of encode_plan, but for `rows` under `same_rows`, which come out empty."""
+    return _PLANS.decode(data)
+
+
+def encode_result(result: Result) -> bytes:
+    """The result as bytes."""
+    return _ENCODER.encode(result)
+
+
+def decode_result(data: bytes) -> Result:
+    """The inverse of encode_result."""
+    return _RESULTS.decode(data)
+
+
+def encode_control(control: Control) -> bytes:
+    """The control message as bytes."""
+    return _ENCODER.encode(control)
+
+
+def decode_control(data: bytes) -> Control:
+    """The inverse of encode_control."""
+    return _CONTROLS.decode(data)

@@ -1,0 +1,60 @@
+"""Token counts for penalties, on the device, one row for each slot that asks for them.
+
+The sampler counts what it samples on the forward stream, so counts are exact at any depth: the
+host need not have seen a token for it to be penalised.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class PenaltyCounts:
+    """`outputs_dev` int32[capacity, vocab], `prompt_dev` bool[capacity, vocab]; grows when needed.
+
+    `row_of` maps slots to rows and is the host's; the tensors change on the forward stream only.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self.outputs_dev = torch.zeros((0, vocab_size), dtype=torch.int32)
+        self.prompt_dev = torch.zeros((0, vocab_size), dtype=torch.bool)
+        self.row_of: dict[int, int] = {}
+        self._free: list[int] = []
+        self._rows = 0
+
+    def take(self, slot: int) -> int:
+        """A row for the slot (host)."""
+        if not self._free:
+            self._free.append(self._rows)
+            self._rows += 1
+        row = self.row_of[slot] = self._free.pop()
+        return row
+
+    def give(self, slot: int) -> None:
+        """The slot is given up (host)."""
+        row = self.row_of.pop(slot, None)
+        if row is not None:
+            self._free.append(row)
+
+    def start(self, row: int, prompt_dev: Tensor, outputs_dev: Tensor) -> None:
+        """Counts a new owner's tokens, int64[..] each (forward stream)."""
+        self._grow(row + 1)
+        self.prompt_dev[row] = False
+        self.prompt_dev[row, prompt_dev] = True
+        counts = torch.bincount(outputs_dev, minlength=self._vocab_size)
+        self.outputs_dev[row] = counts.to(torch.int32)
+
+    def count(self, rows_dev: Tensor, tokens_dev: Tensor) -> None:
+        """One more of each token (forward stream)."""
+        self.outputs_dev[rows_dev, tokens_dev] += 1
+
+    def _grow(self, rows: int) -> None:
+        have = len(self.outputs_dev)
+        if rows <= have:
+            return
+        more = max(rows, 2 * have) - have
+        pad = torch.zeros((more, self._vocab_size), dtype=torch.int32)
+        self.outputs_dev = torch.cat([self.outputs_dev, pad])
+        self.prompt_dev = torch.cat([self.prompt_dev, pad.to(torch.bool)])

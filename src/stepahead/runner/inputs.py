@@ -1,0 +1,97 @@
+"""From a plan to the model's inputs.  The host stages what changed; the device derives the rest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stepahead.model.batch import ChunkRow, StepInputs
+from stepahead.plan import Plan
+from stepahead.runner.relay.slot import SlotRelay
+from stepahead.runner.slots import SlotState
+
+
+@dataclass(frozen=True)
+class StagedStep:
+    """A plan's inputs on the device.
+
+    `rows_dev` int64[n] decode slots; `tokens_dev` int64[n] their inputs, or None for the relay's.
+    `chunk_tokens_dev` int64[3, t]: token, slot, position of each prompt position of the step.
+    `chunks`: (slot, first token among the step's, count, context length) of each chunk.
+    `sampled_dev` int64[r]: which of the step's tokens are sampled after, None for "the rows".
+    `slots_dev` int64[r]: their slots.
+    """
+
+    rows_dev: Tensor
+    tokens_dev: Tensor | None
+    chunk_tokens_dev: Tensor | None
+    chunks: tuple[tuple[int, int, int, int], ...]
+    sampled_dev: Tensor | None
+    slots_dev: Tensor
+    max_decode_len: int
+
+
+def chunk_tokens(plan: Plan, prompts: dict[int, np.ndarray]) -> np.ndarray:
+    """int64[3, t]: token, slot and position of every prompt position the plan computes."""
+    table = plan.chunk_table
+    out = np.empty((3, int(table[:, 2].sum())), np.int64)
+    first = 0
+    for slot, start, count, _ in table.tolist():
+        end = first + count
+        out[0, first:end] = prompts[slot][start : start + count]
+        out[1, first:end] = slot
+        out[2, first:end] = np.arange(start, start + count)
+        first = end
+    return out
+
+
+def chunk_rows(plan: Plan, num_rows: int) -> tuple[tuple[int, int, int, int], ...]:
+    """(slot, first token, count, context length) of each chunk; decode rows come before them."""
+    rows = []
+    first = num_rows
+    for slot, start, count, _ in plan.chunk_table.tolist():
+        rows.append((slot, first, count, start + count))
+        first += count
+    return tuple(rows)
+
+
+def build_inputs(
+    step: StagedStep, slots: SlotState, relay: SlotRelay, page_size: int
+) -> StepInputs:
+    """Runs on the forward stream: resolves tokens, positions and cells from the slots' state."""
+    rows = step.rows_dev
+    n_decode = len(rows)
+    lengths = slots.length_dev[rows]
+    ids = step.tokens_dev
+    if ids is None:
+        ids = relay.resolve(rows)
+    owner, positions = rows, lengths
+    if step.chunk_tokens_dev is not None:
+        token, slot, position = step.chunk_tokens_dev
+        ids, owner = torch.cat([ids, token]), torch.cat([rows, slot])
+        positions = torch.cat([lengths, position])
+    pages = slots.pages_dev[owner, positions // page_size]
+    width = -(-step.max_decode_len // page_size)
+    return StepInputs(
+        token_ids_dev=ids,
+        positions_dev=positions,
+        cells_dev=pages * page_size + positions % page_size,
+        n_decode=n_decode,
+        decode_pages_dev=slots.pages_dev[rows, :width],
+        decode_lens_dev=lengths + 1,
+        max_decode_len=step.max_decode_len,
+        chunks=tuple(
+            ChunkRow(first, count, end, slots.pages_dev[slot, : -(-end // page_size)])
+            for slot, first, count, end in step.chunks
+        ),
+    )
+
+
+def advance(step: StagedStep, slots: SlotState) -> None:
+    """Runs on the forward stream, after the model: the slots are that much longer."""
+    slots.length_dev[step.rows_dev] += 1
+    for slot, _, _, end in step.chunks:
+        slots.length_dev[slot] = end

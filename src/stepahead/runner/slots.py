@@ -1,0 +1,65 @@
+"""What the device keeps by slot: page table and true length; and the host's shadow of lengths.
+
+Differences are staged by the plan and applied on the forward stream, so that a slot's first write
+by a new owner follows the old owner's last read by construction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stepahead.plan import Join, Plan
+
+
+@dataclass(frozen=True)
+class SlotUpdates:
+    """Page-table entries and lengths that a plan changes, staged on the device.
+
+    `pages_dev` int64[2, k]: flat index into the table, page.  `lengths_dev` int64[2, j]: slot,
+    positions whose KV is there already.
+    """
+
+    pages_dev: Tensor | None
+    lengths_dev: Tensor | None
+
+
+class SlotState:
+    """Arrays by slot, on the device: `pages_dev` int64[slots, max_pages], `length_dev` int64[slots]
+    (positions computed).  `computed` int64[slots] is the host's exact prediction of it."""
+
+    def __init__(self, num_slots: int, max_pages: int) -> None:
+        self.pages_dev = torch.zeros((num_slots, max_pages), dtype=torch.int64)
+        self.length_dev = torch.zeros(num_slots, dtype=torch.int64)
+        self.computed = np.zeros(num_slots, np.int64)
+        self._max_pages = max_pages
+
+    def apply(self, updates: SlotUpdates) -> None:
+        """Runs on the forward stream."""
+        if updates.pages_dev is not None:
+            self.pages_dev.view(-1)[updates.pages_dev[0]] = updates.pages_dev[1]
+        if updates.lengths_dev is not None:
+            self.length_dev[updates.lengths_dev[0]] = updates.lengths_dev[1]
+
+    def page_changes(self, plan: Plan) -> np.ndarray | None:
+        """int64[2, k]: (flat index, page) of every entry the plan brings; None when there is none."""
+        parts = [self._joined(join) for join in plan.joins]
+        if len(plan.grants):
+            table = plan.grant_table.astype(np.int64)
+            parts.append(np.stack([table[:, 0] * self._max_pages + table[:, 1], table[:, 2]]))
+        return np.concatenate(parts, axis=1) if parts else None
+
+    def _joined(self, join: Join) -> np.ndarray:
+        index = join.slot * self._max_pages + np.arange(len(join.pages))
+        return np.stack([index, join.pages.astype(np.int64)])
+
+    def length_changes(self, plan: Plan) -> np.ndarray | None:
+        """int64[2, j]: (slot, cached positions) of the plan's joins; also the host's shadow."""
+        if not plan.joins:
+            return None
+        changes = np.array([[j.slot for j in plan.joins], [j.cached for j in plan.joins]], np.int64)
+        self.computed[changes[0]] = changes[1]
+        return changes

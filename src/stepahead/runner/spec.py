@@ -1,0 +1,32 @@
+"""How to build a runner, as plain data that travels to another process.  Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RunnerSpec:
+    """What a runner is built from.
+
+    factory    "module:function" that is called with `options` and returns the model
+    options    keyword arguments for it, plain values only
+    device     cpu or hostile
+    num_slots  slot 0 is padding; `num_pages` counts the padding page 0
+    max_pages  page-table entries of a slot
+    threads    torch threads
+    check      consume-once poison in the relay and other cheap traps
+    """
+
+    factory: str
+    options: dict[str, Any] = field(default_factory=dict)
+    device: str = "cpu"
+    device_seed: int = 0
+    num_slots: int = 2
+    num_pages: int = 2
+    page_size: int = 16
+    max_pages: int = 1
+    eos_ids: tuple[int, ...] = ()
+    threads: int = 1
+    check: bool = False

@@ -1,0 +1,58 @@
+"""What a flight was launched with, and which of its results somebody still waits for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from stepahead.plan import Result
+from stepahead.scheduler.table import RowSet, Table
+from stepahead.types import LogprobRows, PromptLogprobs
+
+
+@dataclass(frozen=True)
+class Launched:
+    """What a flight was launched with; retiring sees exactly this, whatever was planned since."""
+
+    step: int
+    rows: RowSet
+    chunks: np.ndarray  # int32[c, 4] as in the plan
+    ending: tuple[int, ...]  # slots whose last output, by length, this step brings
+
+
+class Heard:
+    """The live rows of a flight, read before its retirement changes who is live."""
+
+    def __init__(self, table: Table, launched: Launched, result: Result) -> None:
+        slots = launched.chunks[:, 0]
+        sampling = slots[launched.chunks[:, 3] > 0]
+        self._live = ~table.deaf[np.concatenate([launched.rows.slots, sampling])]
+        self._rids = {
+            slot: int(table.rid[slot]) for slot in slots.tolist() if not table.deaf[slot]
+        }
+
+    def logprobs(self, result: Result) -> tuple[LogprobRows | None, tuple[PromptLogprobs, ...]]:
+        """The result's log-probabilities, renumbered as the outputs of the live rows are."""
+        prompts = tuple(
+            PromptLogprobs(self._rids[rows.slot], rows.start, rows.values)
+            for rows in result.prompt_logprobs
+            if rows.slot in self._rids
+        )
+        return self._rows(result.logprobs), prompts
+
+    def _rows(self, values: LogprobRows | None) -> LogprobRows | None:
+        if values is None or self._live.all():
+            return values
+        keep = self._live[values.rows]
+        place = np.cumsum(self._live) - 1
+        width = values.width
+        return msgspec.structs.replace(
+            values,
+            rows=place[values.rows[keep]].astype(np.int32),
+            chosen=values.chosen[keep],
+            rank=values.rank[keep],
+            top_ids=values.top_ids.reshape(len(keep), width)[keep].reshape(-1),
+            top=values.top.reshape(len(keep), width)[keep].reshape(-1),
+        )

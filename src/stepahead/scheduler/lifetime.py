@@ -1,0 +1,232 @@
+"""From waiting to released: the one place where slots and pages change hands.
+
+Abort, stop, preemption and error only *mark*.  A flight pins the slots it names; slot and pages
+are released once, by `release`, at the retirement of the last flight that names them.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import numpy as np
+
+from stepahead.cache.store import PageStore
+from stepahead.plan import Join
+from stepahead.scheduler.stop import StopRule, StopTable
+from stepahead.scheduler.table import Table
+from stepahead.types import Finish, FinishReason, Request
+
+
+class Stage(Enum):
+    """Where a request stands."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    PREEMPTED = "preempted"  # marked; goes back to waiting when its last flight retires
+    ENDED = "ended"  # its terminal message is out
+
+
+class Entry:
+    """A request inside the scheduler.  `tokens` are those known when it last entered a slot."""
+
+    __slots__ = (
+        "arrival",
+        "cached_tokens",
+        "max_tokens",
+        "prompt_len",
+        "request",
+        "rule",
+        "slot",
+        "stage",
+        "tokens",
+    )
+
+    def __init__(self, request: Request, arrival: int, max_tokens: int, rule: StopRule) -> None:
+        self.request = request
+        self.arrival = arrival
+        self.max_tokens = max_tokens
+        self.rule = rule
+        self.tokens = request.prompt
+        self.prompt_len = len(request.prompt)
+        self.cached_tokens = -1  # set once, at the first admission
+        self.slot = 0
+        self.stage = Stage.WAITING
+
+
+class Counters:
+    """What happened, counted since the start."""
+
+    __slots__ = (
+        "aborts",
+        "chunks",
+        "finished",
+        "launched_rows",
+        "overshoot_rows",
+        "preemptions",
+        "prefix_hits",
+        "slot_reuses",
+        "steps",
+    )
+
+    def __init__(self) -> None:
+        for name in self.__slots__:
+            setattr(self, name, 0)
+
+    def as_dict(self) -> dict[str, int]:
+        """All counters by name."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+class Lifetime:
+    """Admits, ends, preempts and releases.  `changed` says that the decode rows must be regrouped."""
+
+    def __init__(self, table: Table, store: PageStore, stops: StopTable) -> None:
+        self.table = table
+        self.store = store
+        self.stops = stops
+        self.entries: list[Entry | None] = [None] * table.num_slots
+        self.counters = Counters()
+        self.ghosts: set[int] = set()  # marked slots that a flight still names
+        self.leaves: list[int] = []  # slots released since the last plan
+        self.requeue: list[Entry] = []  # preempted entries that may be admitted again
+        self.running = 0
+        self.changed = False
+
+    def admit(self, entry: Entry, spare: int) -> Join | None:
+        """Gives the entry a slot and the pages of all its tokens, or None if not now.
+
+        `spare` pages must stay available beside them.
+        """
+        tokens, store = entry.tokens, self.store
+        # a prompt whose log-probabilities are wanted must be computed in full
+        hit = store.match(tokens) if entry.request.params.prompt_logprobs is None else []
+        needed = -(-len(tokens) // store.page_size) - len(hit)
+        store.tree.hold(hit)  # before counting: a matched page is no longer evictable
+        if store.available < needed + spare:
+            store.tree.release(hit, (), tokens[:0])
+            return None
+        fresh = store.take(needed)
+        pages = np.concatenate([np.array(hit, np.int32), fresh]) if hit else fresh
+        return self._enter(entry, pages, len(hit))
+
+    def _enter(self, entry: Entry, pages: np.ndarray, hits: int) -> Join:
+        table, request, tokens = self.table, entry.request, entry.tokens
+        slot = entry.slot = table.take_slot()
+        size, cached = self.store.page_size, hits * self.store.page_size
+        count, known = len(pages), len(tokens)
+        self.entries[slot] = entry
+        table.rid[slot] = request.rid
+        table.pages[slot, :count] = pages
+        table.num_pages[slot] = count
+        table.covered[slot] = count * size
+        table.held[slot] = hits
+        table.length[slot] = known
+        table.limit[slot] = entry.prompt_len + entry.max_tokens - 1
+        table.planned[slot] = cached
+        table.budget[slot] = entry.prompt_len + entry.max_tokens - known
+        self.store.mirror.write(pages[hits:], tokens[cached:])
+        self.stops.add(entry.rule)
+        entry.stage = Stage.PREFILL
+        if entry.cached_tokens < 0:
+            entry.cached_tokens = cached
+        counters = self.counters
+        counters.prefix_hits += hits > 0
+        generation = int(table.generation[slot])
+        counters.slot_reuses += generation > 0
+        self.running += 1
+        params, seed, choice = request.params, request.seed, request.choice
+        return Join(
+            slot, generation, tokens, entry.prompt_len, cached, pages, params, seed, choice
+        )
+
+    def start_decoding(self, entry: Entry) -> None:
+        """All its tokens are scheduled; from the next plan on it decodes, if any output is left."""
+        entry.stage = Stage.DECODE
+        if self.table.budget[entry.slot] > 0:
+            self.table.decoding[entry.slot] = True
+            self.changed = True
+
+    def known_tokens(self, entry: Entry) -> np.ndarray:
+        """The entry's prompt and outputs so far, int32[n]."""
+        length = self._length(entry)
+        if length == len(entry.tokens):
+            return entry.tokens
+        read = self.store.mirror.read(self.table.pages_of(entry.slot), 0, length - 1)
+        return np.append(read, self.table.last[entry.slot])
+
+    def outputs(self, entry: Entry) -> np.ndarray:
+        """The entry's outputs so far, int32[n]."""
+        length, first = self._length(entry), entry.prompt_len
+        if length == len(entry.tokens):
+            return entry.tokens[first:]
+        read = self.store.mirror.read(self.table.pages_of(entry.slot), first, length - 1)
+        return np.append(read, self.table.last[entry.slot])
+
+    def _length(self, entry: Entry) -> int:
+        return int(self.table.length[entry.slot]) if entry.slot else len(entry.tokens)
+
+    def end(
+        self,
+        entry: Entry,
+        reason: FinishReason,
+        stop: tuple[int | str, int] | None = None,
+        error: str = "",
+    ) -> Finish:
+        """Marks the entry ended and returns its one terminal message."""
+        tokens = self.outputs(entry)
+        told, behind = stop if stop else (None, 0)
+        if isinstance(told, int) and told not in entry.rule.reported:
+            told = None  # the model's own end of sequence is no news
+        slot = entry.slot
+        if slot:
+            self.table.deaf[slot] = True
+            self._mark(entry, Stage.ENDED)
+        entry.stage = Stage.ENDED
+        self.counters.finished += 1
+        return Finish(
+            entry.request.rid, reason, tokens, told, behind, max(0, entry.cached_tokens), error
+        )
+
+    def preempt(self, entry: Entry) -> None:
+        """Marks the entry to be computed again; what is in flight for it still counts."""
+        self.counters.preemptions += 1
+        self._mark(entry, Stage.PREEMPTED)
+
+    def _mark(self, entry: Entry, stage: Stage) -> None:
+        slot = entry.slot
+        if self.table.decoding[slot]:
+            self.table.decoding[slot] = False
+            self.changed = True
+        if entry.stage in (Stage.PREFILL, Stage.DECODE):
+            self.running -= 1
+        entry.stage = stage
+        self.ghosts.add(slot)
+        self.release(slot)
+
+    def sweep(self) -> None:
+        """Releases every marked slot that no flight names any more."""
+        for slot in list(self.ghosts):
+            self.release(slot)
+
+    def release(self, slot: int) -> None:
+        """Gives slot and pages back if the slot is marked and no flight names it.  Idempotent."""
+        if slot not in self.ghosts or self.table.pins[slot]:
+            return
+        self.ghosts.discard(slot)
+        table, entry = self.table, self.entries[slot]
+        assert entry is not None
+        if entry.stage is Stage.PREEMPTED:
+            entry.tokens = self.known_tokens(entry)
+        # the last token's KV was never written, so it is not among the settled ones
+        written = min(table.settled(slot), int(table.length[slot]) - 1)
+        full = written // self.store.page_size
+        self.store.release(table.pages_of(slot), int(table.held[slot]), full)
+        self.stops.remove(entry.rule)
+        self.entries[slot] = None
+        entry.slot = 0
+        table.give_slot(slot)
+        self.leaves.append(slot)
+        if entry.stage is Stage.PREEMPTED:
+            entry.stage = Stage.WAITING
+            self.requeue.append(entry)

@@ -1,0 +1,67 @@
+"""Who goes first and who yields.  Pure decisions over entries and counts; changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from stepahead.errors import PromptTooLong
+from stepahead.scheduler.lifetime import Entry
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The sizes a scheduler works within.
+
+    `num_pages` counts the padding page; `num_slots` slot 0.  `from_host`: decode rows get their
+    input tokens from the host (the serial loop), not from a relay.
+    """
+
+    max_rows: int
+    max_step_tokens: int
+    page_size: int
+    num_pages: int
+    num_slots: int
+    model_len: int
+    from_host: bool = False
+    prefix_cache: bool = True
+    debug: bool = False
+
+    @property
+    def max_pages(self) -> int:
+        """Most pages of one request."""
+        return -(-self.model_len // self.page_size)
+
+
+def output_limit(limits: Limits, prompt_len: int, max_tokens: int | None) -> int:
+    """How many outputs a request may have; PromptTooLong when it can never be held."""
+    room = limits.model_len - prompt_len
+    if room < 1:
+        raise PromptTooLong(
+            f"the prompt has {prompt_len} tokens; the model takes {limits.model_len} in all, "
+            "so at least one must be left for the output",
+            "prompt",
+        )
+    granted = room if max_tokens is None else min(max_tokens, room)
+    needed = -(-(prompt_len + granted - 1) // limits.page_size)
+    if needed > limits.num_pages - 1:
+        raise PromptTooLong(
+            f"prompt and output need {needed} pages of {limits.page_size} tokens; the pool has "
+            f"{limits.num_pages - 1}; shorten the prompt, lower max_tokens or enlarge the pool",
+            "prompt" if prompt_len // limits.page_size >= limits.num_pages - 1 else "max_tokens",
+        )
+    return granted
+
+
+def spare_pages(running: int) -> int:
+    """Pages an admission must leave: one for each running row, or it would be preempted at once."""
+    return running
+
+
+def victim(running: Iterable[Entry], needy: Entry) -> Entry | None:
+    """The youngest of the running requests that is younger than `needy`; None if there is none.
+
+    The oldest request is never a victim, so it always gets ahead.
+    """
+    younger = (entry for entry in running if entry.arrival > needy.arrival)
+    return max(younger, key=lambda entry: entry.arrival, default=None)

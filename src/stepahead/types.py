@@ -1,0 +1,319 @@
+"""What clients say and hear: sampling parameters, requests, outputs.  Knows no tensors, no clock.
+
+Field names are those vLLM users have in their fingers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from stepahead.errors import InvalidParameter
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+MAX_LOGPROBS = 20
+
+
+class SamplingParams(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
+    """How to choose tokens and when to stop; checked when built, InvalidParameter names the field.
+
+    `temperature=0` is greedy.  `top_k` of 0 or -1 means off.  `max_tokens=None` means as many as
+    the model's length allows.  `seed` makes the noise of each position a function of
+    (seed, choice, position) alone.  `logprobs=k` returns the chosen token and the k best;
+    values are of the raw distribution, before temperature, penalties and filters.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: dict[int, float] | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        _check_params(self)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Stop strings as a tuple, however they were given."""
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def greedy(self) -> bool:
+        """True when the most likely token is always taken."""
+        return self.temperature == 0.0
+
+    @property
+    def penalised(self) -> bool:
+        """True when the device must count this row's tokens."""
+        return (
+            self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or self.repetition_penalty != 1.0
+        )
+
+
+# field: (lowest, highest, lowest itself allowed)
+_RANGES: dict[str, tuple[float, float, bool]] = {
+    "n": (1, 128, True),
+    "temperature": (0.0, 100.0, True),
+    "top_p": (0.0, 1.0, False),
+    "top_k": (-1, 1 << 31, True),
+    "min_p": (0.0, 1.0, True),
+    "presence_penalty": (-2.0, 2.0, True),
+    "frequency_penalty": (-2.0, 2.0, True),
+    "repetition_penalty": (0.0, 100.0, False),
+    "seed": (-(1 << 63), (1 << 63) - 1, True),
+    "max_tokens": (1, 1 << 31, True),
+    "min_tokens": (0, 1 << 31, True),
+    "logprobs": (0, MAX_LOGPROBS, True),
+    "prompt_logprobs": (0, MAX_LOGPROBS, True),
+}
+_OPTIONAL = frozenset({"seed", "max_tokens", "logprobs", "prompt_logprobs"})
+_REAL = frozenset(
+    {
+        "temperature",
+        "top_p",
+        "min_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "logit_bias",
+    }
+)
+
+
+def _check_params(params: SamplingParams) -> None:
+    for name, (low, high, closed) in _RANGES.items():
+        _check_number(name, getattr(params, name), low, high, closed)
+    for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+        if not isinstance(getattr(params, name), bool):
+            raise InvalidParameter(f"{name} must be true or false", name)
+    _check_stops(params)
+    _check_bias(params.logit_bias)
+    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
+        raise InvalidParameter(
+            f"min_tokens={params.min_tokens} is more than max_tokens={params.max_tokens}",
+            "min_tokens",
+        )
+
+
+def _check_number(name: str, value: Any, low: float, high: float, closed: bool) -> None:
+    if value is None and name in _OPTIONAL:
+        return
+    kinds = (int, float) if name in _REAL else (int,)
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        what = "a number" if name in _REAL else "a whole number"
+        raise InvalidParameter(f"{name} must be {what}, not {value!r}", name)
+    inside = (low <= value if closed else low < value) and value <= high
+    if math.isnan(value) or not inside:
+        bracket = "[" if closed else "("
+        raise InvalidParameter(f"{name}={value} is outside {bracket}{low}, {high}]", name)
+
+
+def _check_stops(params: SamplingParams) -> None:
+    if params.stop is not None and not isinstance(params.stop, (str, list, tuple)):
+        raise InvalidParameter("stop must be a string or a list of strings", "stop")
+    for text in params.stops:
+        if not isinstance(text, str) or not text:
+            raise InvalidParameter("stop must hold non-empty strings", "stop")
+    ids = params.stop_token_ids
+    if ids is not None and not isinstance(ids, (list, tuple)):
+        raise InvalidParameter("stop_token_ids must be a list of token ids", "stop_token_ids")
+    for token in ids or ():
+        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+            raise InvalidParameter(f"stop_token_ids holds {token!r}", "stop_token_ids")
+
+
+def _check_bias(bias: dict[int, float] | None) -> None:
+    if bias is None:
+        return
+    if not isinstance(bias, dict):
+        raise InvalidParameter("logit_bias must map token ids to numbers", "logit_bias")
+    for token, value in bias.items():
+        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+            raise InvalidParameter(f"logit_bias has the key {token!r}", "logit_bias")
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise InvalidParameter(f"logit_bias has the value {value!r}", "logit_bias")
+        _check_number("logit_bias", value, -100.0, 100.0, True)
+
+
+def params_from(fields: dict[str, Any]) -> SamplingParams:
+    """Builds SamplingParams from decoded JSON; InvalidParameter names an unknown or bad field."""
+    known = SamplingParams.__struct_fields__
+    for name in fields:
+        if name not in known:
+            raise InvalidParameter(
+                f"unknown parameter {name!r}; known: {', '.join(sorted(known))}", name
+            )
+    bias = fields.get("logit_bias")
+    if isinstance(bias, dict):
+        fields = fields | {"logit_bias": {_token_key(key): value for key, value in bias.items()}}
+    return SamplingParams(**fields)
+
+
+def _token_key(key: Any) -> Any:
+    # JSON objects have string keys
+    return int(key) if isinstance(key, str) and key.isdecimal() else key
+
+
+class Request(msgspec.Struct, frozen=True, eq=False):
+    """One choice a client waits for: `prompt` int32[n], its parameters, and what keys its noise."""
+
+    rid: int
+    prompt: np.ndarray
+    params: SamplingParams
+    seed: int
+    choice: int = 0
+
+
+class LogprobRows(msgspec.Struct, frozen=True, array_like=True, eq=False):
+    """Log-probabilities of r rows with w alternatives each, flat: raw float32 and int32 arrays.
+
+    `rows` int32[r] indexes the tokens they belong to; `chosen` float32[r]; `rank` int32[r] counts
+    from 1; `top_ids` int32[r*w], `top` float32[r*w] are the w best, best first.
+    """
+
+    rows: np.ndarray
+    chosen: np.ndarray
+    rank: np.ndarray
+    width: int
+    top_ids: np.ndarray
+    top: np.ndarray
+
+
+class Finish(msgspec.Struct, frozen=True, eq=False):
+    """The one terminal message of a request: why it ended and all its output tokens int32[n]."""
+
+    rid: int
+    reason: FinishReason
+    tokens: np.ndarray
+    stop_reason: int | str | None = None
+    stop_end_bytes: int = 0  # bytes of the last token that lie behind a matched stop string
+    cached_tokens: int = 0
+    error: str = ""
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, eq=False):
+    """Log-probabilities of prompt positions `start`.. of one request, as LogprobRows."""
+
+    rid: int
+    start: int
+    values: LogprobRows
+
+
+class Outputs(msgspec.Struct, frozen=True, eq=False):
+    """What one retired step gives to clients, in columns: `tokens[i]` belongs to `rids[i]`.
+
+    `rids` int64[n], `tokens` int32[n].  `first` lists requests whose first token this is.
+    """
+
+    step: int
+    rids: np.ndarray
+    tokens: np.ndarray
+    first: tuple[int, ...] = ()
+    finishes: tuple[Finish, ...] = ()
+    logprobs: LogprobRows | None = None
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+
+
+class Load(msgspec.Struct, frozen=True):
+    """Published at retirement, so one step late: it never decides a refusal."""
+
+    step: int = -1
+    rows_running: int = 0
+    requests_waiting: int = 0
+    pages_free: int = 0
+    pages_cached: int = 0
+    pages_total: int = 0
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """vLLM's shape of one alternative: natural log, rank from 1, text of the token."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(frozen=True)
+class RequestMetrics:
+    """Seconds on the monotonic clock; None where the request never got so far."""
+
+    arrival_s: float
+    first_token_s: float | None
+    finished_s: float
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One choice of a request."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str = ""
+
+    def finished(self) -> bool:
+        """True once a terminal message has come."""
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """All choices of one prompt, in vLLM's shape."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = True
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    metrics: RequestMetrics | None = None
+    num_cached_tokens: int = 0
+
+
+def as_prompt(ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
+    """Token ids as int32[n]; InvalidParameter when empty or out of range."""
+    try:
+        prompt = np.asarray(ids)
+    except (ValueError, OverflowError) as error:
+        raise InvalidParameter(f"prompt is not a list of token ids: {error}", "prompt") from error
+    if prompt.ndim != 1 or not prompt.size:
+        raise InvalidParameter("the prompt is empty; give at least one token", "prompt")
+    if not np.issubdtype(prompt.dtype, np.integer):
+        raise InvalidParameter(f"prompt holds {prompt.dtype}, not whole token ids", "prompt")
+    low, high = int(prompt.min()), int(prompt.max())
+    if low < 0 or high >= vocab_size:
+        bad = low if low < 0 else high
+        raise InvalidParameter(f"token id {bad} is outside the vocabulary 0..{vocab_size - 1}", "prompt")
+    return prompt.astype(np.int32)
+
+
