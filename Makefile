@@ -26,7 +26,7 @@ check: .venv/.installed-dev ## lint, format, types and size budgets
 
 clean: ## remove .venv and all that was built or cached
 	rm -rf .venv build dist out .pytest_cache .ruff_cache .hypothesis
-	find benchmarks scripts src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
 	@command -v $(PYTHON) >/dev/null || { echo "$(NEED), but there is no '$(PYTHON)' here;" \

@@ -24,7 +24,7 @@ MAX_PUBLIC_NAMES = 8
 
 # Top to bottom: a room may import only rooms above it.
 LADDER = (
-    *("errors", "types", "config", "plan"),
+    *("errors", "wire", "types", "config", "plan"),
     *("observe", "text", "device", "cache", "scheduler", "loop"),
     *("model", "parallel", "runner", "executor", "disagg"),
     *("engine", "llm", "sim", "doctor", "serve", "cli"),
@@ -36,14 +36,15 @@ FACE = "stepahead"
 BLIND = {
     "device": {"plan"},
     "scheduler": {"device"},
-    "loop": {"types", "config", "text", "device", "cache", "scheduler"},
+    # of the nouns a loop knows plans, errors and the `Outputs` it hands on; no options, no text
+    "loop": {"wire", "config", "text", "device", "cache", "scheduler"},
     "runner": {"scheduler", "loop"},
 }
 
 # What must import without torch: these rooms but for the files that hold device memory, and,
 # of rooms that do use torch, these files.
 TORCH_FREE_ROOMS = {
-    *("errors", "types", "config", "plan", FACE),
+    *("errors", "wire", "types", "config", "plan", FACE),
     *("observe", "text", "cache", "scheduler", "loop"),
 }
 NEEDS_TORCH = {"cache/pools.py", "cache/tiers.py"}

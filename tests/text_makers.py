@@ -57,7 +57,7 @@ def smollm2() -> Path:
 
 @functools.cache
 def byte_level_json() -> str:
-    """A byte-level BPE as SmolLM2's: digits alone, then GPT-2's split.  900 tokens."""
+    """A byte-level BPE as SmolLM2's: digits alone, then GPT-2's split.  500 tokens."""
     made = tokenizers.Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
@@ -66,7 +66,7 @@ def byte_level_json() -> str:
     made.train_from_iterator(
         CORPUS,
         trainers.BpeTrainer(
-            vocab_size=900,
+            vocab_size=500,
             special_tokens=list(SPECIAL),
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
@@ -186,7 +186,9 @@ def save_sentencepiece_gguf(path: Path, spec: str, **more: Any) -> Path:
     parsed = json.loads(spec)
     vocab: dict[str, int] = parsed["model"]["vocab"]
     tokens = sorted(vocab, key=vocab.__getitem__)
-    order = {"".join(merge): rank for rank, merge in reversed([*enumerate(parsed["model"]["merges"])])}
+    order = {
+        "".join(merge): rank for rank, merge in reversed([*enumerate(parsed["model"]["merges"])])
+    }
     types = [
         gguf.TokenType.UNKNOWN
         if token == "<unk>"

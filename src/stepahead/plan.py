@@ -9,12 +9,13 @@ a handful of integers, whatever the batch.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 import numpy as np
 
 from stepahead.types import LogprobRows, SamplingParams
+from stepahead.wire import decoder, encode
 
 NO_INTS = np.zeros(0, np.int32)
 NO_INTS.setflags(write=False)
@@ -107,30 +108,16 @@ class Control(msgspec.Struct, frozen=True, array_like=True, eq=False):
     kind: Literal["flush", "shutdown"]
 
 
-def _to_wire(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        contiguous = np.ascontiguousarray(value)
-        return msgspec.msgpack.Ext(ord(value.dtype.char), contiguous.data)
-    if isinstance(value, np.integer):
-        return int(value)
-    raise TypeError(f"{type(value).__name__} must not cross between host and runner")
-
-
-def _from_wire(code: int, data: memoryview) -> np.ndarray:
-    return np.frombuffer(data, chr(code))
-
-
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=_to_wire)
-_PLANS = msgspec.msgpack.Decoder(Plan, ext_hook=_from_wire)
-_RESULTS = msgspec.msgpack.Decoder(Result, ext_hook=_from_wire)
-_CONTROLS = msgspec.msgpack.Decoder(Control)
+_PLANS = decoder(Plan)
+_RESULTS = decoder(Result)
+_CONTROLS = decoder(Control)
 
 
 def encode_plan(plan: Plan) -> bytes:
     """The plan as bytes; rows the other side already has are left out."""
     if plan.same_rows:
         plan = msgspec.structs.replace(plan, rows=NO_INTS)
-    return _ENCODER.encode(plan)
+    return encode(plan)
 
 
 def decode_plan(data: bytes) -> Plan:
@@ -140,7 +127,7 @@ def decode_plan(data: bytes) -> Plan:
 
 def encode_result(result: Result) -> bytes:
     """The result as bytes."""
-    return _ENCODER.encode(result)
+    return encode(result)
 
 
 def decode_result(data: bytes) -> Result:
@@ -150,7 +137,7 @@ def decode_result(data: bytes) -> Result:
 
 def encode_control(control: Control) -> bytes:
     """The control message as bytes."""
-    return _ENCODER.encode(control)
+    return encode(control)
 
 
 def decode_control(data: bytes) -> Control:

@@ -308,12 +308,14 @@ def as_prompt(ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
         raise InvalidParameter(f"prompt is not a list of token ids: {error}", "prompt") from error
     if prompt.ndim != 1 or not prompt.size:
         raise InvalidParameter("the prompt is empty; give at least one token", "prompt")
-    if not np.issubdtype(prompt.dtype, np.integer):
+    if prompt.dtype.kind not in "iu":
         raise InvalidParameter(f"prompt holds {prompt.dtype}, not whole token ids", "prompt")
-    low, high = int(prompt.min()), int(prompt.max())
-    if low < 0 or high >= vocab_size:
-        bad = low if low < 0 else high
-        raise InvalidParameter(f"token id {bad} is outside the vocabulary 0..{vocab_size - 1}", "prompt")
+    # as unsigned numbers, so that one look finds ids below zero too
+    if prompt.astype(np.int64).view(np.uint64).max() >= vocab_size:
+        bad = int(prompt[(prompt < 0) | (prompt >= vocab_size)][0])
+        raise InvalidParameter(
+            f"token id {bad} is outside the vocabulary 0..{vocab_size - 1}", "prompt"
+        )
     return prompt.astype(np.int32)
 
 

@@ -61,6 +61,7 @@ def test_every_file_stands_in_a_room() -> None:
             "def f():\n    from stepahead.cache import pages",
             "loop must not know cache",
         ),
+        ("loop/a.py", "from stepahead.config import Resolved", "loop must not know config"),
         ("loop/deep/a.py", "from ...scheduler import table", "loop must not know scheduler"),
         ("device/a.py", "from stepahead.plan import Plan", "device must not know plan"),
         ("runner/a.py", 'HOMES = {"x": "stepahead.loop.serial:Serial"}', "runner must not know"),

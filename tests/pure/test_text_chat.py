@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import stepahead
 from stepahead.errors import InvalidParameter
 from stepahead.text import render_chat
 from text_makers import MESSAGES, TEMPLATE
@@ -136,6 +139,10 @@ def test_the_room_is_cheap_to_import() -> None:
         "assert not slow & set(sys.modules), slow & set(sys.modules)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": str(Path(stepahead.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 0, done.stderr

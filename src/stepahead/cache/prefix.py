@@ -27,7 +27,7 @@ class PrefixTree:
         self._page_bytes = page_size * 4
         self._index: dict[_Key, int] = {}
         self._key: list[_Key | None] = [None] * num_pages
-        self.holders = np.zeros(num_pages, np.int32)
+        self.holders = [0] * num_pages  # a list: chains are short, and scalars cheaper there
         self._idle: OrderedDict[int, None] = OrderedDict()
 
     def __len__(self) -> int:
@@ -53,10 +53,11 @@ class PrefixTree:
 
     def hold(self, pages: Sequence[int]) -> None:
         """One more holder for each page of a chain: none of them can be evicted."""
+        holders = self.holders
         for page in pages:
-            if not self.holders[page]:
+            if not holders[page]:
                 del self._idle[page]
-        self.holders[pages] += 1
+            holders[page] += 1
 
     def publish(self, parent: int, pages: Sequence[int], tokens: np.ndarray) -> int:
         """Adds a holder's own pages below `parent`, which it holds.  Returns how many went in.
@@ -71,10 +72,10 @@ class PrefixTree:
                 break
             self._index[key] = page
             self._key[page] = key
+            self.holders[page] += 1
             parent = page
         else:
-            i = len(pages)
-        self.holders[pages[:i]] += 1
+            return len(pages)
         return i
 
     def release(
@@ -86,8 +87,8 @@ class PrefixTree:
         there; the duplicates are returned, for the free list.
         """
         chain = list(held)
-        if chain:
-            self.holders[chain] -= 1
+        for page in chain:
+            self.holders[page] -= 1
         duplicates: list[int] = []
         parent = chain[-1] if chain else ROOT
         data, width = tokens.tobytes(), self._page_bytes
@@ -105,10 +106,9 @@ class PrefixTree:
 
     def _touch(self, chain: list[int]) -> None:
         # leaf first: an ancestor must never be evicted before its child
-        idle = self._idle
-        busy = self.holders[chain].tolist()
-        for page, holders in zip(reversed(chain), reversed(busy), strict=True):
-            if not holders:
+        idle, holders = self._idle, self.holders
+        for page in reversed(chain):
+            if not holders[page]:
                 idle[page] = None
                 idle.move_to_end(page)
 
@@ -142,4 +142,4 @@ class PrefixTree:
         )
         idle = {page for page in pages if not self.holders[page]}
         assert idle == set(self._idle), "the evictable list and the holders disagree"
-        assert (self.holders >= 0).all(), "a page has fewer than no holders"
+        assert min(self.holders) >= 0, "a page has fewer than no holders"

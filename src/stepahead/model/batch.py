@@ -1,31 +1,43 @@
-"""What a step gives the model: tokens, positions, where KV is written and read."""
+"""What one step gives a model: tokens, positions and where their keys and values lie.
+
+Plain immutable arrays; it knows neither requests nor how they were chosen.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from torch import Tensor
 
 
 @dataclass(frozen=True)
 class ChunkRow:
-    """A row that runs several prompt positions; `pages_dev` int64[ceil(context_len/page_size)]."""
+    """A row of a step that runs several prompt positions.
 
-    first: int  # offset of its first token among the step's tokens
+    first        offset of its first token among the step's tokens
+    count        number of tokens
+    context_len  positions in KV after this chunk (start + count)
+    pages_dev    int64[ceil(context_len / page_size)], its pages in order
+    """
+
+    first: int
     count: int
-    context_len: int  # positions in KV after this chunk
+    context_len: int
     pages_dev: Tensor
 
 
 @dataclass(frozen=True)
 class StepInputs:
-    """T tokens: n_decode decode rows of one token each, then the chunks' tokens.
+    """One step. T = n_decode + the chunks' counts; decode rows come first, one token each.
 
-    `token_ids_dev`, `positions_dev`, `cells_dev` int64[T]; a cell is page * page_size + offset.
-    `decode_pages_dev` int64[n_decode, P], padded with page 0; `decode_lens_dev` int64[n_decode]
-    counts this token; `max_decode_len` is an upper bound of them known on the host.
+    token_ids_dev     int64[T]
+    positions_dev     int64[T]
+    cells_dev         int64[T], where each token's KV is written: page * page_size + offset
+    n_decode          number of decode rows
+    decode_pages_dev  int64[n_decode, P], page table of the decode rows, padded with page 0
+    decode_lens_dev   int64[n_decode], context length, this token included
+    max_decode_len    an upper bound of decode_lens; P * page_size >= max_decode_len
+    chunks            the other rows, in the order of their tokens
     """
 
     token_ids_dev: Tensor

@@ -143,6 +143,8 @@ class _Rope(msgspec.Struct):
     high_freq_factor: _Positive | None = None
     original_max_position_embeddings: _Count | None = None
     partial_rotary_factor: float | None = None
+    full_attention: Any = None
+    sliding_attention: Any = None
 
 
 class _Config(msgspec.Struct):
@@ -269,7 +271,9 @@ def _head_dim(file: Path, architecture: str, config: _Config) -> int:
 
 
 def _folder_rope(file: Path, config: _Config) -> RopeSpec:
-    given = config.rope_parameters or config.rope_scaling or _Rope()
+    given = config.rope_scaling or config.rope_parameters or _Rope()
+    if given.full_attention is not None or given.sliding_attention is not None:
+        raise UnsupportedModel(f"{file}: one rope for each kind of layer is not supported")
     theta = given.rope_theta or config.rope_theta or 10_000.0
     partial = given.partial_rotary_factor or config.partial_rotary_factor or 1.0
     if partial != 1.0:

@@ -330,11 +330,11 @@ class Scheduler:
         table.promised[slots] += samples
         table.budget[slots] -= samples
         done = slots[samples > 0]
-        self._prefilling = [e for e in self._prefilling if e.slot not in set(done.tolist())]
         for slot in done.tolist():
             entry = self.life.entries[slot]
             assert entry is not None
             self.life.start_decoding(entry)
+        self._prefilling = [e for e in self._prefilling if e.stage is Stage.PREFILL]
         return tuple(done[table.budget[done] == 0].tolist())
 
     # --- retire ---------------------------------------------------------------------------
@@ -421,19 +421,16 @@ class Scheduler:
         table.pins[slots] -= 1
         table.promised[slots] -= samples
         live = ~table.deaf[slots]
-        for slot in slots[live].tolist():
-            self._publish(slot)
+        self._publish(slots[live])
         sampled = samples > 0
         heard = live[sampled]
         slots, tokens = slots[sampled][heard], tokens[heard]
         self.life.counters.overshoot_rows += int((~heard).sum())
         self._first_token(slots, tokens)
+        owners = [self.life.entries[slot] for slot in slots.tolist()]
+        # a request that was preempted with outputs comes back with them among its tokens
+        first = tuple(e.request.rid for e in owners if e and len(e.tokens) == e.prompt_len)
         rids = table.rid[slots]
-        first = tuple(
-            rid
-            for rid, slot in zip(rids.tolist(), slots.tolist(), strict=True)
-            if (entry := self.life.entries[slot]) and table.length[slot] == entry.prompt_len + 1
-        )
         for index in self.stops.candidates(tokens).tolist():
             self._try_stop(int(slots[index]), finishes)
         return rids, tokens, first
@@ -448,12 +445,15 @@ class Scheduler:
         )] * size + position % size
         table.length[slots] += 1
 
-    def _publish(self, slot: int) -> None:
-        """Settled prompt pages go to the tree, so that others find them while this one runs."""
+    def _publish(self, slots: np.ndarray) -> None:
+        """Settled prompt pages go to the tree, so that others find them while these run."""
         table = self.table
-        held = int(table.held[slot])
-        full = table.settled(slot) // self.limits.page_size
-        table.held[slot] += self.store.publish(table.pages_of(slot), held, full)
+        held = table.held[slots].tolist()
+        settled = table.planned[slots] - table.in_flight[slots]
+        full = (settled // self.limits.page_size).tolist()
+        for slot, first, end in zip(slots.tolist(), held, full, strict=True):
+            if first < end:
+                table.held[slot] += self.store.publish(table.pages[slot], first, end)
 
     def _publish_load(self, step: int) -> None:
         store = self.store

@@ -12,7 +12,7 @@ import numpy as np
 from stepahead.types import SamplingParams
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StopRule:
     """What ends one request besides its length."""
 
@@ -70,6 +70,7 @@ class StopTable:
         self._eos = eos_ids
         self._vocabulary = vocabulary
         self._plain: dict[bool, StopRule] = {}
+        self._users: dict[StopRule, int] = {}
 
     def rule(self, params: SamplingParams) -> StopRule:
         """The rule of a request, not yet counted."""
@@ -92,17 +93,23 @@ class StopTable:
         return StopRule(ids, strings, named, params.min_tokens, params.skip_special_tokens, flagged)
 
     def add(self, rule: StopRule) -> None:
-        """Counts a rule in."""
-        self._wanted[rule.flagged] += 1
+        """Counts a user of the rule in."""
+        users = self._users.get(rule, 0)
+        if not users:
+            self._wanted[rule.flagged] += 1
+        self._users[rule] = users + 1
 
     def remove(self, rule: StopRule) -> None:
-        """Counts a rule out."""
-        self._wanted[rule.flagged] -= 1
+        """Counts a user of the rule out."""
+        self._users[rule] -= 1
+        if not self._users[rule]:
+            del self._users[rule]
+            self._wanted[rule.flagged] -= 1
 
     @property
     def counted(self) -> bool:
         """Whether any rule is counted in."""
-        return bool(self._wanted.any())
+        return bool(self._users) or bool(self._wanted.any())
 
     def candidates(self, tokens: np.ndarray) -> np.ndarray:
         """Indices into `tokens` (int32[n]) after which some live rule must be looked at."""

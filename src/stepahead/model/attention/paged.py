@@ -1,0 +1,206 @@
+"""Attention of a step's rows over pages, in plain torch operations, laid out for CPUs.
+
+It knows pages and lengths of one step; it must not know requests, weights or who owns a page.
+
+What depends on the step alone (masks, which cells a row reads, which rows go together) is made
+once a step by `lay_out` and used by every layer.
+
+Decode rows are gathered by whole pages, in groups of similar length. Two things keep memory
+traffic down, which is what decode attention on a CPU costs:
+
+- Scores are one matrix product a row, over all KV heads at once: each query head is widened with
+  zeros to the width of a whole cell, so the gathered keys [L, kv_heads * head_dim] are used as
+  they lie. Products per KV head would first copy the keys head by head.
+- Values are not gathered at all: `embedding_bag` sums the rows of the pool by their weights.
+
+    per row:   scores[heads, L] = wide_query[heads, kv_heads * head_dim] @ keys^T
+               query head h of KV head j:   0 ... 0 | h's head_dim numbers | 0 ... 0
+                                                      ^ place j
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from stepahead.model.batch import ChunkRow, StepInputs
+
+# Another group of decode rows costs about 25 us a layer, as much as reading this many cells.
+_CELLS_WORTH_A_GROUP = 1024
+# Gathered keys of one group: above this they neither stay in cache nor get their memory reused.
+_GATHERED_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """How queries, keys and values of one token are divided."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    page_size: int
+
+    @property
+    def cell_bytes(self) -> int:
+        return self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class DecodeGroup:
+    """n decode rows that read L cells each, L a multiple of the page size.
+
+    rows_dev    int64[n] their places among the decode rows, None when it is all of them in order
+    pages_dev   int64[n * L / page_size]
+    mask_dev    [n, 1, L], 0 where a cell is the row's and -inf past its end
+    values_dev  int64[n * heads * L], rows of the value pool seen as [cells * kv_heads, head_dim]
+    starts_dev  int64[n * heads], where each head's part of values_dev begins
+    """
+
+    rows_dev: Tensor | None
+    pages_dev: Tensor
+    mask_dev: Tensor
+    values_dev: Tensor
+    starts_dev: Tensor
+
+
+@dataclass(frozen=True)
+class ChunkReads:
+    """One chunk and its mask [count, context_len]; None for a prompt from its first token on."""
+
+    row: ChunkRow
+    mask_dev: Tensor | None
+
+
+@dataclass(frozen=True)
+class StepAttention:
+    """A step's attention, ready for every layer. `own_head_dev` [heads, kv_heads, 1] holds the
+    softmax scale where a KV head serves a query head, else 0."""
+
+    shape: HeadShape
+    n_decode: int
+    own_head_dev: Tensor
+    groups: tuple[DecodeGroup, ...]
+    chunks: tuple[ChunkReads, ...]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor) -> Tensor:
+        """[T, heads * head_dim] for q [T, heads, head_dim] and one layer's pages.
+
+        k and v, [T, kv_heads, head_dim], are this step's own, already written to the pages.
+        """
+        if not self.chunks and len(self.groups) == 1 and self.groups[0].rows_dev is None:
+            return self._decode(self.groups[0], q, k_pages, v_pages).view(q.shape[0], -1)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        for group in self.groups:
+            if group.rows_dev is None:
+                out[: self.n_decode] = self._decode(
+                    group, q[: self.n_decode], k_pages, v_pages
+                ).view(-1, *q.shape[1:])
+            else:
+                rows = q.index_select(0, group.rows_dev)
+                read = self._decode(group, rows, k_pages, v_pages)
+                out.index_copy_(0, group.rows_dev, read.view(rows.shape))
+        for chunk in self.chunks:
+            here = slice(chunk.row.first, chunk.row.first + chunk.row.count)
+            out[here] = self._chunk(chunk, q[here], k[here], v[here], k_pages, v_pages)
+        return out.flatten(1)
+
+    def _decode(self, group: DecodeGroup, q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Tensor:
+        n, heads, head_dim = q.shape
+        keys = torch.embedding(k_pages.flatten(1), group.pages_dev).view(n, -1, k_pages[0, 0].numel())
+        wide = (q.unsqueeze(2) * self.own_head_dev).view(n, heads, -1)
+        scores = torch.baddbmm(group.mask_dev, wide, keys.transpose(1, 2))
+        weights = torch.softmax(scores, -1)
+        return F.embedding_bag(
+            group.values_dev,
+            v_pages.view(-1, head_dim),
+            group.starts_dev,
+            mode="sum",
+            per_sample_weights=weights.view(-1),
+        )
+
+    def _chunk(
+        self, chunk: ChunkReads, q: Tensor, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor
+    ) -> Tensor:
+        if chunk.mask_dev is not None:
+            k = k_pages.index_select(0, chunk.row.pages_dev).flatten(0, 1)[: chunk.row.context_len]
+            v = v_pages.index_select(0, chunk.row.pages_dev).flatten(0, 1)[: chunk.row.context_len]
+        out = F.scaled_dot_product_attention(
+            q.transpose(0, 1).unsqueeze(0),
+            k.transpose(0, 1).unsqueeze(0),
+            v.transpose(0, 1).unsqueeze(0),
+            attn_mask=chunk.mask_dev,
+            is_causal=chunk.mask_dev is None,
+            enable_gqa=True,
+        )
+        return out[0].transpose(0, 1)
+
+
+def lay_out(inputs: StepInputs, shape: HeadShape) -> StepAttention:
+    """Prepare a step's attention. Reads the decode rows' lengths on the host (CPU tensors)."""
+    device = inputs.token_ids_dev.device
+    per_kv_head = shape.num_heads // shape.num_kv_heads
+    own_head = torch.eye(shape.num_kv_heads, dtype=shape.dtype, device=device)
+    own_head = own_head.mul_(shape.head_dim**-0.5).repeat_interleave(per_kv_head, 0).unsqueeze(-1)
+    kv_head_dev = torch.arange(shape.num_heads, device=device).view(1, -1, 1) // per_kv_head
+    groups = tuple(
+        _decode_group(inputs, shape, kv_head_dev, rows, longest)
+        for rows, longest in group_rows(inputs.decode_lens_dev.tolist(), shape)
+    )
+    chunks = tuple(ChunkReads(row, _chunk_mask(row, shape.dtype)) for row in inputs.chunks)
+    return StepAttention(shape, inputs.n_decode, own_head, groups, chunks)
+
+
+def group_rows(lens: list[int], shape: HeadShape) -> list[tuple[list[int] | None, int]]:
+    """Rows that are read together, and the longest of each group; None for all rows in order.
+
+    Longest first; a group ends where the rows left would save enough by being padded less, or
+    where its keys would take too much memory.
+    """
+    most_cells = _GATHERED_BYTES // shape.cell_bytes
+    order = sorted(range(len(lens)), key=lens.__getitem__, reverse=True)
+    groups: list[tuple[list[int] | None, int]] = []
+    begin = 0
+    for place, row in enumerate(order):
+        longest = lens[order[begin]]
+        saved = (len(order) - place) * (longest - lens[row])
+        if place > begin and (
+            saved > _CELLS_WORTH_A_GROUP or (place - begin + 1) * longest > most_cells
+        ):
+            groups.append((order[begin:place], longest))
+            begin = place
+    if order:
+        groups.append((order[begin:] if groups else None, lens[order[begin]]))
+    return groups
+
+
+def _decode_group(
+    inputs: StepInputs, shape: HeadShape, kv_head_dev: Tensor, rows: list[int] | None, longest: int
+) -> DecodeGroup:
+    pages, lens = inputs.decode_pages_dev, inputs.decode_lens_dev
+    rows_dev = None
+    if rows is not None:
+        rows_dev = torch.tensor(rows, dtype=torch.int64, device=pages.device)
+        pages, lens = pages.index_select(0, rows_dev), lens.index_select(0, rows_dev)
+    pages = pages[:, : -(-longest // shape.page_size)]
+    places = torch.arange(pages.shape[1] * shape.page_size, device=pages.device)
+    mask = torch.zeros((len(pages), 1, len(places)), dtype=shape.dtype, device=pages.device)
+    mask.masked_fill_((places >= lens.unsqueeze(1)).unsqueeze(1), float("-inf"))
+    offsets = places[: shape.page_size] * shape.num_kv_heads
+    cells = pages.unsqueeze(-1) * (shape.page_size * shape.num_kv_heads) + offsets
+    values = (cells.view(len(pages), 1, -1) + kv_head_dev).view(-1)
+    starts = torch.arange(0, len(values), len(places), device=pages.device)
+    return DecodeGroup(rows_dev, pages.reshape(-1), mask, values, starts)
+
+
+def _chunk_mask(row: ChunkRow, dtype: torch.dtype) -> Tensor | None:
+    start = row.context_len - row.count
+    if start == 0:
+        return None
+    mask = torch.full(
+        (row.count, row.context_len), float("-inf"), dtype=dtype, device=row.pages_dev.device
+    )
+    return mask.triu_(start + 1)

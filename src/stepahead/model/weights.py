@@ -1,0 +1,347 @@
+"""Fills a model with weights, one tensor at a time, from safetensors, GGUF, or a seed.
+
+It knows files and how their tensors are named and stacked; it must not know how a model computes.
+
+A parameter gets its memory when its tensors are read, and is filled in place; nothing but the
+tensor being read exists twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from stepahead.errors import UnsupportedModel, WeightError
+from stepahead.model.gguf import GGUFFile, open_gguf
+from stepahead.model.layers import Linear, pack_linears
+from stepahead.model.llama import Llama
+from stepahead.model.spec import ARCHITECTURES, ModelSpec
+
+DTypeName = Literal["float32", "bfloat16"]
+DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+# Our module names -> Hugging Face's names of the tensors stacked in it.
+_LAYER_PARTS = {
+    "attention_norm": ("input_layernorm",),
+    "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attention.q_norm": ("self_attn.q_norm",),
+    "attention.k_norm": ("self_attn.k_norm",),
+    "attention.o": ("self_attn.o_proj",),
+    "mlp_norm": ("post_attention_layernorm",),
+    "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.down": ("mlp.down_proj",),
+}
+_TOP_PARTS = {"embed": ("model.embed_tokens",), "norm": ("model.norm",), "head": ("lm_head",)}
+# Hugging Face's names -> GGUF's.
+_GGUF_LAYER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_GGUF_TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+# Dequantised at a time; a whole embedding would be gigabytes of float32.
+_VALUES_AT_A_TIME = 1 << 22
+
+
+class WeightSource(Protocol):
+    """Named tensors of one checkpoint, by Hugging Face's names."""
+
+    def names(self) -> set[str]:
+        """All tensors, by the names `copy_into` takes."""
+        ...
+
+    def copy_into(self, name: str, target: Tensor) -> None:
+        """Fill `target` with a tensor of exactly its shape, converted to its dtype.
+
+        Raises WeightError naming file, tensor and what was expected.
+        """
+        ...
+
+
+def load_model(spec: ModelSpec, dtype: DTypeName) -> Llama:
+    """The model that `spec` was read from, ready for inference on the CPU.
+
+    Raises WeightError for a missing, misshapen or unexpected tensor or a file that is cut off, and
+    UnsupportedModel for values stored in a way that can't be read.
+    """
+    model = _without_memory(spec)
+    with _open(spec) as source:
+        _fill(model, source, DTYPES[dtype])
+    return _ready(model)
+
+
+def random_model(spec: ModelSpec, seed: int, dtype: DTypeName) -> Llama:
+    """A model with random weights: normal with variance 1 / columns, norms 1."""
+    model = _without_memory(spec)
+    generator = torch.Generator().manual_seed(seed)
+    for module, name, parameter in _parameters(model):
+        value = torch.ones(parameter.shape)
+        if parameter.ndim == 2:
+            value.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
+        elif name == "bias":
+            value.normal_(0.0, 0.1, generator=generator)
+        _assign(module, name, value.to(DTYPES[dtype]))
+    return _ready(model)
+
+
+def _without_memory(spec: ModelSpec) -> Llama:
+    module, name = ARCHITECTURES[spec.architecture].split(":")
+    return getattr(importlib.import_module(module), name)(spec)
+
+
+def _ready(model: Llama) -> Llama:
+    if model.spec.tied_head:
+        model.head.weight = model.embed.weight
+    pack_linears(model)
+    return model.eval()
+
+
+def _parameters(model: Llama) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """(module, parameter name, parameter) of all that has weights of its own."""
+    for module in list(model.modules()):
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if not (module is model.head and model.spec.tied_head):
+                yield module, name, parameter
+
+
+def _assign(module: nn.Module, name: str, value: Tensor) -> None:
+    setattr(module, name, nn.Parameter(value, requires_grad=False))
+
+
+def _fill(model: Llama, source: WeightSource, dtype: torch.dtype) -> None:
+    paths = {module: path for path, module in model.named_modules()}
+    unread = source.names()
+    for module, name, parameter in _parameters(model):
+        parts = [f"{part}.{name}" for part in _hugging_face_names(paths[module])]
+        rows = module.parts if isinstance(module, Linear) else (parameter.shape[0],)
+        value = torch.empty(parameter.shape, dtype=dtype)
+        for part, target in zip(parts, value.split(rows), strict=True):
+            source.copy_into(part, target)
+        unread -= set(parts)
+        _assign(module, name, value)
+    _refuse_unread(model.spec, unread)
+
+
+def _hugging_face_names(path: str) -> tuple[str, ...]:
+    """The tensors stacked in our module `path`, without .weight or .bias."""
+    if path in _TOP_PARTS:
+        return _TOP_PARTS[path]
+    _, layer, inner = path.split(".", 2)
+    return tuple(f"model.layers.{layer}.{part}" for part in _LAYER_PARTS[inner])
+
+
+def _refuse_unread(spec: ModelSpec, unread: set[str]) -> None:
+    """A tensor that the model has no place for would change what it computes."""
+    allowed = {"lm_head.weight"} if spec.tied_head else set()
+    unknown = sorted(n for n in unread - allowed if not n.endswith("rotary_emb.inv_freq"))
+    if unknown:
+        raise WeightError(
+            f"{spec.path}: tensor '{unknown[0]}' (and {len(unknown) - 1} more) has no place in "
+            f"{spec.architecture} as its config describes it; use the config that belongs to it"
+        )
+
+
+def _open(spec: ModelSpec) -> contextlib.AbstractContextManager[WeightSource]:
+    if spec.format == "gguf":
+        return contextlib.nullcontext(_GGUFSource(spec, open_gguf(Path(spec.path))))
+    if spec.format == "safetensors":
+        return _open_folder(Path(spec.path))
+    raise UnsupportedModel(f"{spec.path or 'the spec'}: format '{spec.format}' has no files to load")
+
+
+def _check_shape(file: Path, name: str, shape: tuple[int, ...], target: Tensor) -> None:
+    if shape != tuple(target.shape):
+        raise WeightError(
+            f"{file}: tensor '{name}' has shape {list(shape)}, expected {list(target.shape)}; "
+            "the config does not belong to these weights"
+        )
+
+
+# --- safetensors ------------------------------------------------------------------------------
+
+
+class _FolderSource:
+    """The tensors of one or several safetensors files, kept open as memory maps."""
+
+    def __init__(self, folder: Path, files: dict[Path, safe_open], homes: dict[str, Path]) -> None:
+        self._folder = folder
+        self._files = files
+        self._homes = homes
+
+    def names(self) -> set[str]:
+        return set(self._homes)
+
+    def copy_into(self, name: str, target: Tensor) -> None:
+        if name not in self._homes:
+            raise WeightError(
+                f"{self._folder}: tensor '{name}' is missing, expected with shape "
+                f"{list(target.shape)}; download the folder again"
+            )
+        file = self._homes[name]
+        try:
+            value = self._files[file].get_tensor(name)
+        except SafetensorError as error:
+            raise WeightError(f"{file}: tensor '{name}' can't be read: {error}") from error
+        _check_shape(file, name, tuple(value.shape), target)
+        if value.dtype.itemsize == 1 or not value.is_floating_point():
+            raise UnsupportedModel(
+                f"{file}: tensor '{name}' is stored as {value.dtype}, expected float16, bfloat16 "
+                "or float32; use the float model"
+            )
+        target.copy_(value)
+
+
+@contextlib.contextmanager
+def _open_folder(folder: Path) -> Iterator[_FolderSource]:
+    homes = _homes(folder)
+    with contextlib.ExitStack() as stack:
+        files: dict[Path, safe_open] = {}
+        for file in sorted(set(homes.values())):
+            files[file] = stack.enter_context(_open_safetensors(file))
+        if not homes:
+            file = folder / "model.safetensors"
+            files[file] = stack.enter_context(_open_safetensors(file))
+            homes = dict.fromkeys(files[file].keys(), file)
+        for name, file in homes.items():
+            if name not in set(files[file].keys()):
+                raise WeightError(f"{file}: tensor '{name}' is missing, the index expects it here")
+        yield _FolderSource(folder, files, homes)
+
+
+def _homes(folder: Path) -> dict[str, Path]:
+    """Which file holds which tensor, from the index of a sharded folder; empty without one."""
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return {}
+    try:
+        weight_map: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
+        homes = {name: folder / file for name, file in weight_map.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightError(
+            f"{index}: no index of tensors ({error!r}); expected a JSON object with 'weight_map'"
+        ) from error
+    for name, file in homes.items():
+        if not file.exists():
+            raise WeightError(f"{file}: missing; expected with tensor '{name}'; download it")
+    return homes
+
+
+def _open_safetensors(file: Path) -> safe_open:
+    if not file.exists():
+        raise WeightError(
+            f"{file}: missing; expected with all tensors; download it, or convert the folder's "
+            "weights to safetensors"
+        )
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise WeightError(f"{file}: {_what_is_cut(file) or error}; download it again") from error
+
+
+def _what_is_cut(file: Path) -> str | None:
+    """Which tensor lies beyond the end of a safetensors file, None if that isn't what is wrong."""
+    data = file.open("rb")
+    with data:
+        head = data.read(8)
+        header_bytes = int.from_bytes(head, "little")
+        header = data.read(header_bytes) if header_bytes < 1 << 30 else b""
+    size = file.stat().st_size
+    if len(head) < 8 or len(header) < header_bytes:
+        return f"cut off inside its header: {size} bytes, expected {8 + header_bytes} and more"
+    try:
+        tensors = {k: v["data_offsets"][1] for k, v in json.loads(header).items() if k[0] != "_"}
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        return None
+    for name, end in sorted(tensors.items(), key=lambda item: item[1]):
+        if 8 + header_bytes + end > size:
+            return (
+                f"cut off: tensor '{name}' is expected to end at byte {8 + header_bytes + end}, "
+                f"the file has {size}"
+            )
+    return None
+
+
+# --- GGUF -------------------------------------------------------------------------------------
+
+
+class _GGUFSource:
+    """The tensors of a GGUF file under Hugging Face's names and in their row order."""
+
+    def __init__(self, spec: ModelSpec, file: GGUFFile) -> None:
+        self._spec = spec
+        self._file = file
+        self._homes = {ours: name for name in file.tensors if (ours := _from_gguf(name))}
+
+    def names(self) -> set[str]:
+        return set(self._homes)
+
+    def copy_into(self, name: str, target: Tensor) -> None:
+        home = self._homes.get(name, _to_gguf(name))
+        tensor = self._file.tensors.get(home)
+        if tensor is None:
+            raise WeightError(
+                f"{self._file.path}: tensor '{home}' is missing, expected with shape "
+                f"{list(target.shape)}; convert the model again"
+            )
+        _check_shape(self._file.path, home, tensor.shape, target)
+        blocks = self._file.blocks(home)
+        if self._spec.architecture == "LlamaForCausalLM":
+            blocks = self._unpermuted(name, blocks, target.shape[0])
+        flat = target.view(len(blocks), -1)
+        step = max(1, _VALUES_AT_A_TIME // flat.shape[1])
+        for begin in range(0, len(blocks), step):
+            rows = self._file.dequantize(home, blocks[begin : begin + step])
+            flat[begin : begin + step].copy_(torch.from_numpy(rows))
+
+    def _unpermuted(self, name: str, blocks: np.ndarray, rows: int) -> np.ndarray:
+        """Arch llama stores the rows of q and k in pairs (i, i + head_dim / 2); undo that.
+
+        Rows are whole blocks, so they can be moved before they are dequantised.
+        """
+        if ".q_proj." not in name and ".k_proj." not in name:
+            return blocks
+        if blocks.shape[0] != rows:  # a bias: one row of float32 values
+            blocks = blocks.reshape(rows, -1)
+        pairs = blocks.reshape(-1, self._spec.head_dim // 2, 2, blocks.shape[1])
+        return pairs.swapaxes(1, 2).reshape(blocks.shape)
+
+
+def _to_gguf(name: str) -> str:
+    """GGUF's name of a tensor: model.layers.3.mlp.up_proj.weight -> blk.3.ffn_up.weight."""
+    stem, kind = name.rsplit(".", 1)
+    if stem in _GGUF_TOP:
+        return f"{_GGUF_TOP[stem]}.{kind}"
+    _, _, layer, inner = stem.split(".", 3)
+    return f"blk.{layer}.{_GGUF_LAYER[inner]}.{kind}"
+
+
+def _from_gguf(name: str) -> str | None:
+    """The way back; a name unknown to us stays as it is, None for what the spec has read."""
+    if name == "rope_freqs.weight":
+        return None
+    stem, _, kind = name.rpartition(".")
+    top = {theirs: ours for ours, theirs in _GGUF_TOP.items()}
+    if stem in top:
+        return f"{top[stem]}.{kind}"
+    inner = {theirs: ours for ours, theirs in _GGUF_LAYER.items()}
+    begin, _, rest = stem.removeprefix("blk.").partition(".")
+    if stem.startswith("blk.") and rest in inner:
+        return f"model.layers.{begin}.{inner[rest]}.{kind}"
+    return name

@@ -1,0 +1,187 @@
+"""What a step costs the host: planning, encoding, decoding the result, retiring, output frames.
+
+Regime: steady decode, no device.  The executor is a stand-in that encodes each plan and answers
+with the bytes of a prepared result, so exactly the host's share of a step runs, books included.
+Overlap order (D = 2).  The prefix cache is on; prompts are of staggered lengths, so page turns are
+spread evenly over the steps, and the mean over the measured steps has all page work in it.  No
+plan is repeated without the scheduler.  Times are CPU times of the one thread.
+
+Waves: 256 requests of 128-token prompts, half of them sharing their first 64 tokens, arrive at
+once (from `add` until their first tokens are out), and finish at once (the one retirement in
+which all end by length).
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from stepahead.config import EngineConfig, ModelFacts, resolve
+from stepahead.engine import Engine
+from stepahead.plan import Plan, Result, decode_result, encode_plan, encode_result
+from stepahead.scheduler.stop import Vocabulary
+from stepahead.types import Outputs, SamplingParams
+from stepahead.wire import encode
+
+VOCAB = 49_152
+EOS = 2
+ROWS = (1, 32, 256, 1024)
+
+
+class PreparedFlight:
+    """A flight whose result lies there as bytes."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def land(self) -> Result:
+        """Decodes it."""
+        return decode_result(self._data)
+
+
+class PreparedExecutor:
+    """Encodes plans and answers with prepared tokens.  Preparing is not the host's work: its CPU
+    time is taken out of the measurement."""
+
+    def __init__(self) -> None:
+        self.spent_ns = 0
+        self.bytes_sent = 0
+        self._rows = 0
+        self._tokens = np.random.default_rng(0).integers(3, VOCAB, 4096).astype(np.int32)
+
+    def launch(self, plan: Plan) -> PreparedFlight:
+        """The plan goes out as bytes."""
+        self.bytes_sent += len(encode_plan(plan))
+        began = time.thread_time_ns()
+        if not plan.same_rows:
+            self._rows = len(plan.rows)
+        count = self._rows + int(plan.chunk_table[:, 3].sum())
+        data = encode_result(Result(plan.step, self._tokens[:count], 1, 2))
+        self.spent_ns += time.thread_time_ns() - began
+        return PreparedFlight(data)
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
+def build(rows: int, max_step_tokens: int = 1 << 16) -> tuple[Engine, PreparedExecutor]:
+    """An engine without a device."""
+    facts = ModelFacts(VOCAB, 8192, (EOS,), 1)
+    config = EngineConfig(
+        "none",
+        executor="inline",
+        max_rows=rows,
+        max_step_tokens=max_step_tokens,
+        num_pages=rows * 128 + 64,
+        threads=1,
+    )
+    executor = PreparedExecutor()
+    resolved = resolve(config, facts, bytes_available=1 << 40)
+    return Engine(resolved, executor, Vocabulary([b"x"] * VOCAB)), executor
+
+
+def prompts(count: int, length: int, shared: int, seed: int = 0) -> list[np.ndarray]:
+    """`count` random prompts; every second begins with the same `shared` tokens."""
+    rng = np.random.default_rng(seed)
+    head = rng.integers(3, VOCAB, shared)
+    rows = [rng.integers(3, VOCAB, length) for _ in range(count)]
+    for row in rows[::2]:
+        row[:shared] = head
+    return rows
+
+
+def step(engine: Engine) -> Outputs | None:
+    """One step, its outputs encoded as they would be sent."""
+    outputs = engine.step()
+    if outputs is not None:
+        encode(outputs)
+    return outputs
+
+
+def timed(executor: PreparedExecutor, work: Callable[[], None]) -> float:
+    """Thread-CPU microseconds of `work` without the stand-in's own."""
+    before, began = executor.spent_ns, time.thread_time_ns()
+    work()
+    return (time.thread_time_ns() - began - (executor.spent_ns - before)) / 1e3
+
+
+def steady_us(rows: int, steps: int = 640) -> float:
+    """Mean thread-CPU microseconds of a steady decode step."""
+    engine, executor = build(rows)
+    params = SamplingParams(temperature=0.0, max_tokens=4 * steps)
+    rng = np.random.default_rng(1)
+    for row in range(rows):
+        engine.add(rng.integers(3, VOCAB, 64 + row % 16), params)
+    for _ in range(20):
+        step(engine)
+
+    def run() -> None:
+        for _ in range(steps):
+            step(engine)
+
+    return timed(executor, run) / steps
+
+
+def arrive_ms(count: int = 256) -> float:
+    """A wave of arrivals: `add` to first tokens, the shared prefix being in the cache."""
+    engine, executor = build(count)
+    wave = prompts(count, 128, 64)
+    engine.add(wave[0][:65], SamplingParams(temperature=0.0, max_tokens=1))
+    while engine.has_work:
+        step(engine)
+    params = SamplingParams(temperature=0.0, max_tokens=64)
+
+    def run() -> None:
+        for prompt in wave:
+            engine.add(prompt, params)
+        told = 0
+        while told < count:
+            outputs = step(engine)
+            told += len(outputs.first) if outputs else 0
+
+    return timed(executor, run) / 1e3
+
+
+def finish_ms(count: int = 256) -> float:
+    """A wave of finishes: the step in which all end, with all their pages going to the tree."""
+    engine, executor = build(count)
+    for prompt in prompts(count, 128, 64):
+        engine.add(prompt, SamplingParams(temperature=0.0, max_tokens=64))
+    last: deque[float] = deque(maxlen=1)
+    while engine.has_work:
+        last.append(timed(executor, lambda: step(engine) and None))
+    return last[0] / 1e3
+
+
+def measure(repeats: int = 5) -> dict[str, object]:
+    """Medians of `repeats` alternating runs."""
+    runs: dict[int, list[float]] = {rows: [] for rows in ROWS}
+    waves: dict[str, list[float]] = {"finish": [], "arrive": []}
+    for _ in range(repeats):
+        for rows in ROWS:
+            runs[rows].append(steady_us(rows))
+        waves["finish"].append(finish_ms())
+        waves["arrive"].append(arrive_ms())
+    us = {rows: statistics.median(values) for rows, values in runs.items()}
+    slope = (us[1024] - us[32]) / (1024 - 32)
+    return {
+        "bench": "host_cost",
+        "us_per_step": {str(rows): round(value, 1) for rows, value in us.items()},
+        "slope_us_per_row": round(slope, 4),
+        "wave_256_finish_ms": round(statistics.median(waves["finish"]), 2),
+        "wave_256_arrive_ms": round(statistics.median(waves["arrive"]), 2),
+    }
+
+
+def main() -> None:
+    """Prints the table and, last, the line for machines."""
+    print(json.dumps(measure()))
+
+
+if __name__ == "__main__":
+    main()
