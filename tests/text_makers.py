@@ -155,7 +155,7 @@ def chat_folder(folder: Path) -> Path:
             "bos_token": "<|im_start|>",
             "eos_token": "<|im_end|>",
             "pad_token": None,
-            "unk_token": {"content": "<|endoftext|>", "lstrip": False, "rstrip": False},
+            "unk_token": {"__type": "AddedToken", "content": "<|endoftext|>", "lstrip": False},
         },
         chat_template=TEMPLATE,
         generation_config={"eos_token_id": [2, 0]},

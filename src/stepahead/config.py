@@ -148,6 +148,8 @@ def _check(config: EngineConfig) -> None:
 
 
 def _check_rest(config: EngineConfig) -> None:
+    if config.page_size & (config.page_size - 1):
+        raise ConfigError(f"page_size={config.page_size}; give a power of two, such as 16")
     if config.max_rows > MAX_ROWS:
         raise ConfigError(f"max_rows={config.max_rows}; at most {MAX_ROWS} rows are supported")
     if config.num_pages is not None and config.kv_memory_gb is not None:
@@ -201,12 +203,29 @@ def resolve(
     available = memory_available() if bytes_available is None else bytes_available
     length = _settle_length(config, facts, reasons)
     pages = _settle_pages(config, facts, length, available, reasons)
-    threads = config.threads
-    if threads is None:
-        threads = os.cpu_count() or 1
-        reasons.append(f"threads={threads}: one for each core")
-    settled = dataclasses.replace(config, max_model_len=length, num_pages=pages, threads=threads)
+    settled = dataclasses.replace(
+        config,
+        max_model_len=length,
+        num_pages=pages,
+        max_step_tokens=_settle_budget(config, reasons),
+        threads=_settle_threads(config, reasons),
+    )
     return Resolved(settled, facts, tuple(reasons))
+
+
+def _settle_budget(config: EngineConfig, reasons: list[str]) -> int:
+    if config.max_step_tokens < config.max_rows:
+        # else decoding rows could keep a prompt waiting for as long as they run
+        reasons.append(f"max_step_tokens={config.max_rows}: every row of max_rows must fit a step")
+    return max(config.max_step_tokens, config.max_rows)
+
+
+def _settle_threads(config: EngineConfig, reasons: list[str]) -> int:
+    if config.threads is not None:
+        return config.threads
+    threads = os.cpu_count() or 1
+    reasons.append(f"threads={threads}: one for each core")
+    return threads
 
 
 def _settle_length(config: EngineConfig, facts: ModelFacts, reasons: list[str]) -> int:

@@ -253,6 +253,7 @@ def raw_vocabulary(path: Path, model: str, **arrays: list[str] | list[int]) -> P
         ({"tokens": ["a", "b"]}, r"has no tokenizer\.ggml\.merges"),
         ({"tokens": ["a", "a"], "merges": ["a a"]}, "token 'a' is in the vocabulary twice"),
         ({"tokens": ["a"], "merges": ["a"], "token_type": [1, 1]}, "2 token types for 1 tokens"),
+        ({"tokens": ["a", "aa", "aaa"], "merges": ["aa"]}, "merge 'aa' does not name two tokens"),
     ],
 )
 def test_missing_or_unequal_arrays_are_named(

@@ -18,8 +18,11 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
+from rich.console import Console
+from rich.table import Table
 
 from stepahead.config import EngineConfig, ModelFacts, resolve
 from stepahead.engine import Engine
@@ -31,6 +34,7 @@ from stepahead.wire import encode
 VOCAB = 49_152
 EOS = 2
 ROWS = (1, 32, 256, 1024)
+GOALS_US = {"256": "60 us", "1024": "120 us"}
 
 
 class PreparedFlight:
@@ -158,7 +162,7 @@ def finish_ms(count: int = 256) -> float:
     return last[0] / 1e3
 
 
-def measure(repeats: int = 5) -> dict[str, object]:
+def measure(repeats: int = 5) -> dict[str, Any]:
     """Medians of `repeats` alternating runs."""
     runs: dict[int, list[float]] = {rows: [] for rows in ROWS}
     waves: dict[str, list[float]] = {"finish": [], "arrive": []}
@@ -180,7 +184,16 @@ def measure(repeats: int = 5) -> dict[str, object]:
 
 def main() -> None:
     """Prints the table and, last, the line for machines."""
-    print(json.dumps(measure()))
+    found = measure()
+    table = Table("", "measured", "goal", title="host cost of a steady decode step, thread CPU")
+    per_step = found["us_per_step"]
+    for rows, value in per_step.items():
+        table.add_row(f"{rows} rows", f"{value} us", GOALS_US.get(rows, ""))
+    table.add_row("each row more", f"{found['slope_us_per_row']} us", "0.08 us")
+    for wave in ("arrive", "finish"):
+        table.add_row(f"256 {wave} at once", f"{found[f'wave_256_{wave}_ms']} ms", "5 ms")
+    Console().print(table)
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -252,6 +252,11 @@ def _merges(meta: _Metadata) -> list[tuple[str, str]]:
     pairs: list[tuple[str, str]] = []
     for merge in meta.texts("tokenizer.ggml.merges"):
         cut = merge.find(" ", 1)  # a token may itself begin with a space
+        if cut < 0:
+            raise ModelError(
+                f"{meta.path}: the merge {merge!r} does not name two tokens; "
+                "the file is damaged, fetch it again"
+            )
         pairs.append((merge[:cut], merge[cut + 1 :]))
     return pairs
 
@@ -309,7 +314,7 @@ def _scored_merges(meta: _Metadata) -> list[tuple[str, str]]:
         if token[:cut] in pieces and token[cut:] in pieces
     ]
     found.sort(key=lambda merge: merge[:2])
-    return [(token[:-cut], token[-cut:]) for _, cut, token in found]
+    return [(token[:-minus_cut], token[-minus_cut:]) for _, minus_cut, token in found]
 
 
 def _finished(meta: _Metadata, built: _Built) -> Parts:

@@ -1,0 +1,120 @@
+"""Frames over a stream socket between the host and its worker.  Knows no plan and no process.
+
+    frame    uint32 length, uint8 kind, `length` bytes        (little endian)
+
+A Unix socket pair was measured best (benchmarks/transport.py): one system call for a small frame on
+either side, waits asleep in the kernel, the end of either process seen at once, no file to forget.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import struct
+from enum import IntEnum
+from functools import partial
+
+from stepahead.executor.aside import Aside
+
+_HEADER = struct.Struct("<IB")
+_INBOX_BYTES = 1 << 16
+
+
+class Kind(IntEnum):
+    """What a frame holds."""
+
+    START = 0  # host to worker, once: how to build the runner
+    PLAN = 1
+    CONTROL = 2
+    READY = 3  # worker to host, once: the runner is built, or
+    BUILD_FAILED = 4  # why it isn't
+    RESULT = 5
+
+
+class Channel:
+    """One end of the socket, which it owns.  One thread sends at a time, and one receives."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._inbox = memoryview(bytearray(_INBOX_BYTES))
+        self._held = 0  # bytes of the inbox that have come and are not yet handed out
+        self._backlog = Aside("stepahead-send")
+
+    def send(self, kind: Kind, payload: bytes) -> None:
+        """Hands a frame over and never waits: what the socket won't take now, a thread sends.
+
+        Without that, a large frame would wait for a peer that is in a forward.  OSError when the
+        other side is known to be gone.
+        """
+        frame: bytes | memoryview = _HEADER.pack(len(payload), kind) + payload
+        if self._backlog.idle:
+            sent = self._send_some(frame)
+            if sent == len(frame):
+                return
+            frame = memoryview(frame)[sent:]
+        self._backlog.put(partial(self._send_rest, frame))
+
+    def _send_some(self, frame: bytes) -> int:
+        try:
+            return self._sock.send(frame, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+
+    def _send_rest(self, frame: bytes | memoryview) -> None:
+        # The other side is gone: whoever receives from it, or sends next, is told so.
+        with contextlib.suppress(OSError):
+            self._sock.sendall(frame)
+
+    def receive(self) -> tuple[int, bytes]:
+        """The next frame's kind and bytes; waits, asleep.  EOFError or OSError at the end.
+
+        What has come is kept in the inbox, so an interrupted wait (Ctrl-C) loses nothing.
+        """
+        while self._held < _HEADER.size:
+            self._fill(len(self._inbox))
+        length, kind = _HEADER.unpack_from(self._inbox)
+        end = _HEADER.size + length
+        if end > len(self._inbox):
+            self._grow(end)
+        while self._held < end:
+            # The kernel gathers a large frame without coming back for each piece of it.
+            self._fill(end, socket.MSG_WAITALL)
+        payload = bytes(self._inbox[_HEADER.size : end])
+        rest = self._held - end
+        self._inbox[:rest] = self._inbox[end : self._held]
+        self._held = rest
+        return kind, payload
+
+    def _fill(self, end: int, flags: int = 0) -> None:
+        count = self._sock.recv_into(self._inbox[self._held : end], 0, flags)
+        if count == 0:
+            raise EOFError("the other side is gone")
+        self._held += count
+
+    def _grow(self, size: int) -> None:
+        larger = memoryview(bytearray(size))
+        larger[: self._held] = self._inbox[: self._held]
+        self._inbox = larger
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether something came, or the other side went, within `timeout_s`."""
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        return bool(poll.poll(timeout_s * 1000))
+
+    def wait_for_end(self) -> None:
+        """Sleeps until the other side is gone; what it sends meanwhile wakes nobody."""
+        poll = select.poll()
+        poll.register(self._sock, 0)  # a hang-up is always reported
+        poll.poll()
+
+    def hang_up(self) -> None:
+        """Ends every wait on either side, from any thread; what has come can still be received."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Sends what is left and closes the socket."""
+        self._backlog.close()
+        self._sock.close()

@@ -1,0 +1,116 @@
+"""A process of our own, from its start to its end: nothing of it stays behind.  Knows no plans.
+
+The child is a plain `python -c`, not multiprocessing's spawn, which would import the parent's main
+script again and break every script without an `if __name__ == "__main__"` guard.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+# -P and the parent's sys.path first: nothing in the current folder may stand in for a module.
+_BOOT = (
+    "import sys; fd = int(sys.argv[1]); sys.path[:] = sys.argv[2:]; "
+    "from stepahead.executor.worker import main; main(fd)"
+)
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """In the child: the kernel kills it when the parent goes, whatever the child is busy with.
+
+    Linux only; elsewhere the child's own watch of its socket remains.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class Child:
+    """A running worker.
+
+    One thread starts it, waits for its end and then calls `on_end`.  It is that thread's child: the
+    kernel ties the death signal to the thread that forked, and the caller's may end before the
+    engine does.
+    """
+
+    def __init__(self, sock: socket.socket, on_end: Callable[[], None]) -> None:
+        """Takes `sock`, the child's end of the channel, over; OSError when nothing can start."""
+        started: Future[subprocess.Popen[bytes]] = Future()
+        self._keeper = threading.Thread(
+            target=_keep, args=(sock, started, on_end), name="stepahead-worker-keeper", daemon=True
+        )
+        self._keeper.start()
+        self._process = started.result()
+        self.pid = self._process.pid
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it has ended within `timeout_s`."""
+        self._keeper.join(timeout_s)
+        return not self._keeper.is_alive()
+
+    def stop(self, grace_s: float) -> None:
+        """Waits `grace_s` for it to end by itself, then asks, then kills."""
+        try:
+            if not self.wait(grace_s):
+                self._process.terminate()
+                self.wait(1.0)
+        finally:  # an impatient second Ctrl-C leaves nothing behind either
+            if self._keeper.is_alive():
+                self._process.kill()
+                self.wait(5.0)
+
+    def end(self) -> str:
+        """How it ended, in words."""
+        code = self._process.returncode
+        if code is None:
+            return "can't be stopped"
+        if code >= 0:
+            return f"exited with code {code}; its last words are on stderr"
+        return f"was killed by {_signal_name(-code)}{_HINTS.get(-code, '')}"
+
+
+_HINTS = {
+    signal.SIGKILL: "; the kernel does that when memory runs out: see dmesg, ask for fewer pages",
+    signal.SIGSEGV: "; its Python stacks are on stderr",
+}
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _keep(
+    sock: socket.socket, started: Future[subprocess.Popen[bytes]], on_end: Callable[[], None]
+) -> None:
+    # The child inherits this: Ctrl-C goes to the whole terminal, and the parent is to decide.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        with sock:
+            process = _start(sock.fileno())
+    except BaseException as error:  # else the caller would wait for ever
+        started.set_exception(error)
+        return
+    started.set_result(process)
+    process.wait()
+    on_end()
+
+
+def _start(fd: int) -> subprocess.Popen[bytes]:
+    paths = [os.fspath(path) for path in sys.path]
+    return subprocess.Popen(
+        [sys.executable, "-P", "-c", _BOOT, str(fd), *paths],
+        stdin=subprocess.DEVNULL,
+        stdout=2,  # what a model prints must not mix with the answers on stdout
+        pass_fds=(fd,),
+    )

@@ -1,0 +1,147 @@
+"""The runner in a process of its own: the host plans and retires while the worker computes.
+
+Hands plans over and takes results back in order.  Knows no models and not what a plan says.
+"""
+
+from __future__ import annotations
+
+import pickle
+import socket
+from collections import deque
+from weakref import WeakMethod
+
+from stepahead.errors import EngineClosed, EngineError, RunnerDied
+from stepahead.executor.channel import Channel, Kind
+from stepahead.executor.child import Child
+from stepahead.executor.failures import decode_build_failure, decode_step_failure
+from stepahead.plan import (
+    Control,
+    Plan,
+    Result,
+    decode_result,
+    encode_control,
+    encode_plan,
+)
+from stepahead.runner.spec import RunnerSpec
+
+_GRACE_S = 1.0  # what an idle worker needs to leave by itself, many times over
+
+
+class ProcessFlight:
+    """A step in the worker's hands."""
+
+    __slots__ = ("_executor", "result", "step")
+
+    def __init__(self, executor: ProcessExecutor, step: int) -> None:
+        self._executor = executor
+        self.step = step
+        self.result: Result | None = None
+
+    def land(self) -> Result:
+        """Waits, asleep, for this step's results; StepFailed, RunnerDied, EngineClosed."""
+        result = self.result or self._executor.receive(self)
+        if result.error:
+            raise decode_step_failure(result.error)
+        return result
+
+
+class ProcessExecutor:
+    """One worker process.  `launch` and `land` are for one thread; `close` is for any."""
+
+    def __init__(
+        self,
+        spec: RunnerSpec,
+        start_timeout_s: float = 600.0,
+        builder: str = "stepahead.runner.build:build_runner",
+    ) -> None:
+        """Starts the worker and waits until its runner stands.
+
+        `builder` is the "module:function" that makes a runner of the spec, in the worker.  What it
+        raises is raised here: ModelError, ConfigError and their kin as they are, all else as
+        EngineError; RunnerDied when the worker did not live to say.
+        """
+        ours, theirs = socket.socketpair()
+        self._channel = Channel(ours)
+        self._flights: deque[ProcessFlight] = deque()
+        self._closed = False
+        # The keeper must not hold the channel: an executor that is dropped without close() closes
+        # its socket, and that ends the worker.
+        hang_up = WeakMethod(self._channel.hang_up)
+        try:
+            self._child = Child(theirs, lambda: _call(hang_up))
+        except BaseException:
+            self._channel.close()
+            raise
+        try:
+            self._await_runner(spec, builder, start_timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """The worker's process."""
+        return self._child.pid
+
+    def launch(self, plan: Plan) -> ProcessFlight:
+        """Hands the plan over, whatever the worker is busy with; RunnerDied, EngineClosed."""
+        try:
+            self._channel.send(Kind.PLAN, encode_plan(plan))
+        except OSError:
+            raise self._death() from None
+        flight = ProcessFlight(self, plan.step)
+        self._flights.append(flight)
+        return flight
+
+    def receive(self, flight: ProcessFlight) -> Result:
+        """Takes results in, which come in the order of launch, until that of `flight` is there."""
+        while flight.result is None:
+            result = decode_result(self._next_frame()[1])
+            oldest = self._flights.popleft()
+            assert oldest.step == result.step, "the worker answered out of order"
+            oldest.result = result
+        return flight.result
+
+    def close(self) -> None:
+        """Asks the worker to leave, ends it if it won't, and leaves nothing of it.  Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._channel.send(Kind.CONTROL, encode_control(Control("shutdown")))
+        except OSError:
+            pass  # gone already
+        finally:
+            self._child.stop(_GRACE_S)
+            self._channel.close()
+
+    def _await_runner(self, spec: RunnerSpec, builder: str, timeout_s: float) -> None:
+        # pickle and not msgpack: the worker must see the very options an inline runner would
+        self._channel.send(Kind.START, pickle.dumps((builder, spec)))
+        if not self._channel.wait(timeout_s):
+            raise EngineError(
+                f"the runner was not built within {timeout_s:g} s; "
+                "give start_timeout_s more, or look on stderr for what it waits for"
+            )
+        kind, payload = self._next_frame()
+        if kind == Kind.BUILD_FAILED:
+            raise decode_build_failure(payload)
+
+    def _next_frame(self) -> tuple[int, bytes]:
+        try:
+            return self._channel.receive()
+        except (EOFError, OSError):
+            raise self._death() from None
+
+    def _death(self) -> EngineError:
+        if self._closed:
+            return EngineClosed("the engine was closed; start a new one")
+        self._child.stop(_GRACE_S)  # its socket may close a little before it is gone
+        return RunnerDied(
+            f"the runner's process {self.pid} {self._child.end()}; start the engine again"
+        )
+
+
+def _call(method: WeakMethod) -> None:
+    if (bound := method()) is not None:
+        bound()

@@ -1,0 +1,104 @@
+"""The worker's side of `process`: receives plans, runs them, sends each result when it lands.
+
+The main thread receives by itself: a reader thread between the socket and the runner was measured
+to cost 20 to 60 µs a step (benchmarks/transport.py), and large plans wait on the host's side.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import signal
+import socket
+import threading
+import traceback
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from stepahead.errors import StepFailed
+from stepahead.executor.aside import Aside
+from stepahead.executor.channel import Channel, Kind
+from stepahead.executor.child import die_with_parent
+from stepahead.executor.failures import ANSWERED, encode_build_failure, encode_step_failure
+from stepahead.executor.inline import InlineExecutor, InlineFlight
+from stepahead.plan import NO_INTS, Plan, Result, decode_plan, encode_result
+
+if TYPE_CHECKING:
+    from stepahead.runner.runner import Runner
+
+
+def main(fd: int) -> None:
+    """The whole life of a worker whose end of the channel is `fd`."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable()
+    die_with_parent()
+    os.set_inheritable(fd, False)  # else a process started here would keep the channel open
+    channel = Channel(socket.socket(fileno=fd))
+    threading.Thread(target=_leave_with_host, args=(channel,), daemon=True).start()
+    try:
+        runner = _build(channel)
+        if runner is not None:
+            Worker(channel, InlineExecutor(runner)).run()
+    except (EOFError, OSError):
+        os._exit(1)  # the host is gone: nobody is left to tell
+    channel.close()
+
+
+def _leave_with_host(channel: Channel) -> None:
+    channel.wait_for_end()
+    os._exit(1)  # the main thread may be in a long forward
+
+
+def _build(channel: Channel) -> Runner | None:
+    _, payload = channel.receive()
+    builder, spec = pickle.loads(payload)
+    module, name = builder.split(":")
+    try:
+        runner = getattr(import_module(module), name)(spec)
+    except ANSWERED as error:
+        channel.send(Kind.BUILD_FAILED, encode_build_failure(error))
+        return None
+    channel.send(Kind.READY, b"")
+    return runner
+
+
+class Worker:
+    """Runs plans in order until it is told to stop."""
+
+    def __init__(self, channel: Channel, executor: InlineExecutor) -> None:
+        self._channel = channel
+        self._executor = executor
+        self._output = Aside("stepahead-output")
+
+    def run(self) -> None:
+        """Returns after a shutdown; EOFError or OSError when the host goes without one."""
+        while True:
+            kind, payload = self._channel.receive()
+            if kind == Kind.CONTROL:
+                break
+            self._step(decode_plan(payload))
+        self._output.close()  # the device is not taken away under a flight
+        self._executor.close()
+
+    def _step(self, plan: Plan) -> None:
+        flight = self._executor.launch(plan)
+        if self._output.idle and flight.ready():
+            self._answer(plan.step, flight)
+        else:
+            self._output.put(partial(self._answer_or_die, plan.step, flight))
+
+    def _answer(self, step: int, flight: InlineFlight) -> None:
+        try:
+            result = flight.land()
+        except StepFailed as failure:
+            result = Result(step, NO_INTS, error=encode_step_failure(failure))
+        self._channel.send(Kind.RESULT, encode_result(result))
+
+    def _answer_or_die(self, step: int, flight: InlineFlight) -> None:
+        try:
+            self._answer(step, flight)
+        except BaseException:  # a thread that ends in silence would leave the host waiting
+            traceback.print_exc()
+            os._exit(1)

@@ -1,0 +1,99 @@
+"""What the whole engine adds around a model that costs next to nothing.
+
+Regime: a Llama of one layer, hidden size 64, random weights, float32, eager; token ids in and
+out; the process executor; batch 1, 32 and 256 decoding greedily from 32-token prompts.  The figure
+is the wall time of a steady decode step (median of runs, loops alternating), forward included.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from stepahead.config import EngineConfig, ModelFacts
+from stepahead.sim.around import engine_around
+from stepahead.types import SamplingParams
+
+BATCHES = (1, 32, 256)
+GOALS_MS = {1: 0.4, 32: 0.6, 256: 1.5}
+VOCAB = 1024
+
+
+def near_free_model() -> Any:
+    """The model, built where the runner lives."""
+    from stepahead.model.spec import ModelSpec
+    from stepahead.model.weights import random_model
+
+    spec = ModelSpec(
+        architecture="LlamaForCausalLM",
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=128,
+        num_layers=1,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=16,
+        max_len=2048,
+    )
+    return random_model(spec, 0, "float32")
+
+
+def run(loop: str, rows: int, steps: int, executor: str = "process") -> float:
+    """Milliseconds of a steady step."""
+    config = EngineConfig(
+        "near-free",
+        loop=loop,
+        executor=executor,
+        max_rows=rows,
+        max_step_tokens=1 << 14,
+        num_pages=rows * 64,
+        threads=1,
+    )
+    facts = ModelFacts(VOCAB, 2048, (), 1024)
+    engine = engine_around("stepahead.sim.overhead:near_free_model", {}, facts, config)
+    try:
+        params = SamplingParams(temperature=0.0, max_tokens=steps + 40)
+        for row in range(rows):
+            engine.add([3 + row % 900] * (32 + row % 16), params)
+        for _ in range(20):
+            engine.step()
+        began = time.perf_counter()
+        for _ in range(steps):
+            engine.step()
+        return (time.perf_counter() - began) * 1e3 / steps
+    finally:
+        engine.close()
+
+
+def measure(runs: int = 5, steps: int = 400) -> dict[str, Any]:
+    """Medians of alternating runs."""
+    step_ms: dict[str, dict[str, float]] = {}
+    for rows in BATCHES:
+        found: dict[str, list[float]] = {"serial": [], "overlap": []}
+        for _ in range(runs):
+            for loop, values in found.items():
+                values.append(run(loop, rows, steps))
+        step_ms[str(rows)] = {
+            loop: round(statistics.median(values), 3) for loop, values in found.items()
+        }
+    return {"bench": "engine_overhead", "step_ms": step_ms}
+
+
+def main() -> None:
+    """Prints the table and, last, the line for machines."""
+    found = measure()
+    table = Table("batch", "serial", "overlap", "goal", title="ms a step, near-free model")
+    for rows in BATCHES:
+        step = found["step_ms"][str(rows)]
+        table.add_row(str(rows), str(step["serial"]), str(step["overlap"]), f"{GOALS_MS[rows]}")
+    Console().print(table)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
