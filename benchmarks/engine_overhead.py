@@ -4,7 +4,13 @@ Goals: at most 0.4 / 0.6 / 1.5 ms a step at batch 1 / 32 / 256.  Prints a table 
 line.
 """
 
-from stepahead.sim.overhead import main
+import json
+
+from rich.console import Console
+
+from stepahead.sim.overhead import measure, table
 
 if __name__ == "__main__":
-    main()
+    found = measure()
+    Console().print(table(found))
+    print(json.dumps(found))

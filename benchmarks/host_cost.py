@@ -4,7 +4,13 @@ Goals: at most 60 us at 256 rows and 120 us at 1,024; at most 0.08 us more a row
 arrivals or finishes at most 5 ms.  Prints a table and, last, one JSON line.
 """
 
-from stepahead.sim.host_cost import main
+import json
+
+from rich.console import Console
+
+from stepahead.sim.host_cost import measure, table
 
 if __name__ == "__main__":
-    main()
+    found = measure()
+    Console().print(table(found))
+    print(json.dumps(found))

@@ -4,7 +4,13 @@ Goals: serial within 10 % of F + H, overlap at most 1.03 x max(F, H).  Prints a 
 one JSON line.
 """
 
-from stepahead.sim.overlap import main
+import json
+
+from rich.console import Console
+
+from stepahead.sim.overlap import measure, table
 
 if __name__ == "__main__":
-    main()
+    found = measure()
+    Console().print(table(found))
+    print(json.dumps(found))

@@ -9,7 +9,8 @@ Written from the docstrings of the toy model, of the noise and of `SamplingParam
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import product
+from functools import cache
+from itertools import islice, product
 from typing import Any
 
 import numpy as np
@@ -22,18 +23,19 @@ _GOLDEN64 = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True)
 class Toy:
-    """The toy as a client sees it: `pieces` are the bytes of its tokens."""
+    """The toy as a client sees it."""
 
     vocab_size: int
     model_len: int
     eos: int = 1
     specials: frozenset[int] = frozenset({0, 1})
 
-    @property
-    def pieces(self) -> list[bytes]:
-        """Bytes by id: two specials, then all words over abcd, shorter ones first."""
-        words = (b"".join(w) for n in range(1, 9) for w in product((b"a", b"b", b"c", b"d"), repeat=n))
-        return [b"<pad>", b"<eos>", *(word for word, _ in zip(words, range(self.vocab_size - 2)))]
+
+@cache
+def pieces(vocab_size: int) -> list[bytes]:
+    """Bytes by id: two specials, then all words over abcd, shorter ones first."""
+    words = ("".join(word).encode() for n in range(1, 9) for word in product("abcd", repeat=n))
+    return [b"<pad>", b"<eos>", *islice(words, vocab_size - 2)]
 
 
 # --- the model ------------------------------------------------------------------------------
@@ -79,17 +81,17 @@ def noise(seed: int, choice: int, position: int, vocab_size: int) -> np.ndarray:
     mixed = (key + position * _GOLDEN64) & _64
     mixed = ((mixed ^ (mixed >> 32)) * 0xB4B82F3A5E59492D) & _64
     row = (mixed ^ (mixed >> 29)) & _32
-    return np.array([_gumbel((row + token * 0x9E3779B9) & _32) for token in range(vocab_size)])
+    bits = [_mix32((row + token * 0x9E3779B9) & _32) >> 9 for token in range(vocab_size)]
+    return -np.log(-np.log((np.array(bits) + 0.5) / 2**23))
 
 
-def _gumbel(x: int) -> float:
+def _mix32(x: int) -> int:
+    # murmur3's finaliser
     x ^= x >> 16
     x = (x * 0x85EBCA6B) & _32
     x ^= x >> 13
     x = (x * 0xC2B2AE35) & _32
-    x ^= x >> 16
-    uniform = ((x >> 9) + 0.5) / 2**23
-    return float(-np.log(-np.log(uniform)))
+    return x ^ (x >> 16)
 
 
 # --- the sampler ----------------------------------------------------------------------------
@@ -161,7 +163,8 @@ def filtered(scores: np.ndarray, params: Any) -> tuple[np.ndarray, bool]:
         sure &= not (np.abs(before[1:] - params.top_p) < NEAR).any()
         kept = max(1, int((before < params.top_p).sum()))
     # ties at the edge stay in
-    sure &= kept == len(ranked) or ranked[kept - 1] - ranked[kept] > NEAR
+    if kept < len(ranked) and np.isfinite(ranked[kept]):
+        sure &= bool(ranked[kept - 1] - ranked[kept] > NEAR)
     return scores >= ranked[kept - 1], bool(sure)
 
 
@@ -232,8 +235,8 @@ def ended(
     if len(outputs) <= params.min_tokens:
         return None
     texts = [params.stop] if isinstance(params.stop, str) else list(params.stop or ())
-    pieces = [_text(toy, token, params.skip_special_tokens) for token in outputs]
-    whole, before = b"".join(pieces), len(b"".join(pieces[:-1]))
+    parts = [_text(toy, token, params.skip_special_tokens) for token in outputs]
+    whole, before = b"".join(parts), len(b"".join(parts[:-1]))
     found = [
         (at + len(text.encode()), rank)
         for rank, text in enumerate(texts)
@@ -247,11 +250,4 @@ def ended(
 
 
 def _text(toy: Toy, token: int, skip_special: bool) -> bytes:
-    return b"" if skip_special and token in toy.specials else _pieces(toy)[token]
-
-
-_PIECES: dict[int, list[bytes]] = {}
-
-
-def _pieces(toy: Toy) -> list[bytes]:
-    return _PIECES.setdefault(toy.vocab_size, toy.pieces)
+    return b"" if skip_special and token in toy.specials else pieces(toy.vocab_size)[token]

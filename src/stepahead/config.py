@@ -1,4 +1,4 @@
-"""The options, and how they are settled: one frozen dataclass, one `resolve`, a reason for each change.
+"""The options and how they are settled: one frozen dataclass, a reason for each change.
 
 Knows no torch and no model files: what it must know of the model comes as `ModelFacts`.
 """
@@ -106,7 +106,7 @@ ALIASES = {
 
 
 def config_from(model: str, options: dict[str, Any]) -> EngineConfig:
-    """An EngineConfig from keyword options, other engines' spellings included; errors name the option."""
+    """An EngineConfig from keyword options, in other engines' spellings too; errors name them."""
     fields = {field.name for field in dataclasses.fields(EngineConfig)}
     settled: dict[str, Any] = {}
     for name, value in options.items():
@@ -115,7 +115,9 @@ def config_from(model: str, options: dict[str, Any]) -> EngineConfig:
             known = ", ".join(sorted(fields - {"model"}))
             raise ConfigError(f"unknown option {name!r}; known options: {known}")
         if target in settled:
-            raise ConfigError(f"{name!r} and another spelling of {target!r} are both given; keep one")
+            raise ConfigError(
+                f"{name!r} is another spelling of {target!r}, which is given too; keep one"
+            )
         settled[target] = value
     config = EngineConfig(model=model, **settled)
     _check(config)

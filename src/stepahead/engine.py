@@ -163,7 +163,9 @@ class Engine:
         if self._closed:
             raise EngineClosed("the engine is closed; build a new one")
         if self._failure is not None and not self._ended:
-            raise EngineClosed(f"the engine has failed ({self._failure}); close it, build a new one")
+            raise EngineClosed(
+                f"the engine has failed ({self._failure}); close it, build a new one"
+            )
 
     @property
     def failure(self) -> EngineError | None:

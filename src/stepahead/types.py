@@ -317,5 +317,3 @@ def as_prompt(ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
             f"token id {bad} is outside the vocabulary 0..{vocab_size - 1}", "prompt"
         )
     return prompt.astype(np.int32)
-
-

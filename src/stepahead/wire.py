@@ -1,4 +1,4 @@
-"""How messages travel: typed structs as msgpack, numpy arrays as their raw bytes.  Knows no message."""
+"""How messages travel: typed structs as msgpack, numpy arrays as raw bytes.  Knows no message."""
 
 from __future__ import annotations
 

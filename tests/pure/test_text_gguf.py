@@ -117,9 +117,9 @@ def test_damaged_metadata_is_refused_before_memory_is_asked_for(tmp_path: Path) 
     head = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"k"
     path = tmp_path / "bad.gguf"
     for tail, complaint in [
-        (struct.pack("<IIQ", 9, 4, 2**60), "cut off"),  # an array of 2**60 numbers
-        (struct.pack("<IIQ", 9, 8, 2**60), "cut off"),  # ... of strings
-        (struct.pack("<IQ", 8, 2**60), "cut off"),  # a string of 2**60 bytes
+        (struct.pack("<IIQ", 9, 4, 2**62), "cut off"),  # an array of 2**62 numbers
+        (struct.pack("<IIQ", 9, 8, 2**62), "cut off"),  # ... of strings
+        (struct.pack("<IQ", 8, 2**62), "cut off"),  # a string of 2**62 bytes
         (struct.pack("<I", 77), "k has the unknown type 77"),
         (struct.pack("<IIQ", 9, 9, 1), "k has the unknown type 9"),  # an array of arrays
         (struct.pack("<IQ", 8, 2) + b"\xff\xff", "k is not UTF-8"),
@@ -286,7 +286,7 @@ def test_no_pre_tokenizer_loses_text(tmp_path: Path, pre: str) -> None:
     loaded = Tokenizer.load(path)
     for text in makers.TEXTS:
         shown = loaded.decode(loaded.encode(text), skip_special_tokens=False)
-        composed = text.replace("a\u0301", "á") if PRE_TOKENIZERS[pre].nfc else text
+        composed = text.replace("a\u0301", "á") if "qwen" in pre else text
         assert shown == composed
 
 

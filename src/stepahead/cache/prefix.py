@@ -78,9 +78,7 @@ class PrefixTree:
             return len(pages)
         return i
 
-    def release(
-        self, held: Sequence[int], own: Sequence[int], tokens: np.ndarray
-    ) -> list[int]:
+    def release(self, held: Sequence[int], own: Sequence[int], tokens: np.ndarray) -> list[int]:
         """A holder lets go of its chain: `held` pages in the tree, then full pages of its `own`.
 
         `tokens` int32[len(own), page_size].  Own pages enter the tree unless their content is

@@ -12,8 +12,8 @@ import numpy as np
 class TokenMirror:
     """int32[num_pages, page_size] and the arithmetic of its cells.
 
-        position p of a slot        p // page_size -> index in its page table -> page
-        cell of the position        page * page_size + p % page_size
+    position p of a slot        p // page_size -> index in its page table -> page
+    cell of the position        page * page_size + p % page_size
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:

@@ -28,14 +28,14 @@ class Stream(Enum):
 
 
 class Event(Protocol):
-    """A point in a stream.  Always a fresh one: a reused event is waited for too long, or too little."""
+    """A point in a stream.  Always fresh: a reused one is waited for too long, or too little."""
 
     def done(self) -> bool:
         """Whether the device has passed it; never blocks."""
         ...
 
     def wait(self) -> None:
-        """Blocks the host, asleep, until the device has passed it; raises what an operation raised."""
+        """Blocks the host, asleep, until the device has passed it; raises its operations' errors."""
         ...
 
 
@@ -69,11 +69,11 @@ class Device(Protocol):
         ...
 
     def upload(self, array: np.ndarray, name: str) -> Tensor:
-        """Copies integers to the device on the schedule stream: int64, same shape, known as `name`."""
+        """Copies integers on the schedule stream: int64, the same shape, memory known as `name`."""
         ...
 
     def download(self, source: Callable[[], Tensor], name: str) -> HostArray:
-        """Copies to the host, on the copy stream, the tensor `source` gives then; it reads `name`."""
+        """Copies on the copy stream the tensor that `source` gives then; it reads `name`."""
         ...
 
     def now_ns(self) -> int:

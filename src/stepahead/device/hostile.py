@@ -174,7 +174,7 @@ class HostileDevice:
             self.operations += 1
             try:
                 operation.fn()
-            except Exception as error:  # noqa: BLE001  a device reports errors when it is waited for
+            except Exception as error:
                 self._failure = error
         return True
 

@@ -45,22 +45,24 @@ def decode_step_failure(text: str) -> StepFailed:
 
 def encode_build_failure(error: BaseException) -> bytes:
     """What ended the building of a runner, as bytes."""
-    type_name, message = _house_error(error)
+    if isinstance(error, StepaheadError) and not isinstance(error, RequestError):
+        # The nearest type that the host knows too: a model's own is not importable there.
+        known = (
+            kind.__name__ for kind in type(error).__mro__ if kind.__module__ == errors.__name__
+        )
+        return msgspec.msgpack.encode((next(known), str(error)))
+    type_name, message = _in_house_words(error)
     return msgspec.msgpack.encode((type_name, f"{message}\n{_trace(error)}"))
 
 
 def decode_build_failure(data: bytes) -> StepaheadError:
-    """The error to raise on the host; one of the house's keeps its type and its words."""
+    """The error to raise on the host; one of the house's keeps its type and words."""
     type_name, text = _BUILD_FAILURE.decode(data)
     message, trace = _parted(text)
     return _with_trace(getattr(errors, type_name)(message), trace)
 
 
-def _house_error(error: BaseException) -> tuple[str, str]:
-    if isinstance(error, StepaheadError) and not isinstance(error, RequestError):
-        # the nearest that the host knows too: a model's own subclass is not importable there
-        known = (kind.__name__ for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
-        return next(known), str(error)
+def _in_house_words(error: BaseException) -> tuple[str, str]:
     if _out_of_memory(error):
         return "NotEnoughMemory", (
             f"memory ran out while the runner was built ({_words(error)}); "

@@ -113,6 +113,7 @@ class ProcessExecutor:
             pass  # gone already
         finally:
             self._child.stop(_GRACE_S)
+            self._channel.hang_up()  # nothing is left to wait for, whatever is still unsent
             self._channel.close()
 
     def _await_runner(self, spec: RunnerSpec, builder: str, timeout_s: float) -> None:

@@ -173,9 +173,7 @@ def _read_header(path: Path, cursor: _Cursor) -> GGUFFile:
     return GGUFFile(path, metadata, tensors)
 
 
-def _tensor_entries(
-    cursor: _Cursor, count: int
-) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
+def _tensor_entries(cursor: _Cursor, count: int) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
     """(name, shape with rows first, type number, offset in the data part) of every tensor."""
     for _ in range(count):
         name = cursor.text()

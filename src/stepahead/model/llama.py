@@ -113,9 +113,7 @@ class Llama(nn.Module):
         spec = self.spec
         x = self.embed(inputs.token_ids_dev)
         cos, sin = self.rope(inputs.positions_dev, x.dtype)
-        heads = HeadShape(
-            spec.num_heads, spec.num_kv_heads, spec.head_dim, x.dtype, kv.page_size
-        )
+        heads = HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, x.dtype, kv.page_size)
         step = lay_out(inputs, heads)
         for layer in self.layers:
             x = layer(x, cos, sin, inputs.cells_dev, step, kv)

@@ -163,7 +163,9 @@ def _open(spec: ModelSpec) -> contextlib.AbstractContextManager[WeightSource]:
         return contextlib.nullcontext(_GGUFSource(spec, open_gguf(Path(spec.path))))
     if spec.format == "safetensors":
         return _open_folder(Path(spec.path))
-    raise UnsupportedModel(f"{spec.path or 'the spec'}: format '{spec.format}' has no files to load")
+    raise UnsupportedModel(
+        f"{spec.path or 'the spec'}: format '{spec.format}' has no files to load"
+    )
 
 
 def _check_shape(file: Path, name: str, shape: tuple[int, ...], target: Tensor) -> None:

@@ -79,9 +79,8 @@ def tally(events: Events, cuts_ns: np.ndarray) -> np.ndarray:
     inner = (events.start_ns > cuts_ns[0]) & (events.start_ns < cuts_ns[-1])
     points = np.sort(np.concatenate((events.start_ns[inner], cuts_ns)))
     windows = np.searchsorted(cuts_ns, points[:-1], side="right") - 1
-    windows = np.minimum(
-        windows, len(cuts_ns) - 2
-    )  # where cuts coincide: nothing, but of no window
+    # cuts that coincide leave empty pieces behind the last window
+    windows = np.minimum(windows, len(cuts_ns) - 2)
     stages = events.stage[np.searchsorted(events.start_ns, points[:-1], side="right") - 1]
     busy_ns = np.diff(_busy_before(points, events))
     cells = np.zeros((len(cuts_ns) - 1) * len(Stage) * 2, np.int64)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import groupby
+from itertools import groupby, pairwise
 
 from stepahead.observe.books import REST, WORK, BookSummary, Stage
 from stepahead.observe.timeline import Boundary
@@ -217,7 +217,7 @@ def _device(boundary: Boundary, scale: _Scale) -> Iterator[str]:
         middle, width = scale.x((start_ns + end_ns) / 2), (end_ns - start_ns) * scale.per_ns
         labels = (f"{step} · {ran}", step)
         yield _fit(middle, _DEVICE_Y + 21, width - _FADE, labels, "on-busy")
-    for before, after in zip(boundary.device, boundary.device[1:], strict=False):
+    for before, after in pairwise(boundary.device):
         start_ns, end_ns = scale.clip(before.end_ns, after.start_ns)
         if start_ns < end_ns:
             tip = f"device idle {_time(after.start_ns - before.end_ns)}"

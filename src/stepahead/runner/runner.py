@@ -137,9 +137,7 @@ class Runner:
 
         results = f"results {plan.step}"
         shared = ("slots", "relay", "kv", "counts")
-        device.enqueue(
-            Stream.FORWARD, forward, (*self._staged, *shared), (*shared, results)
-        )
+        device.enqueue(Stream.FORWARD, forward, (*self._staged, *shared), (*shared, results))
         device.wait(Stream.COPY, device.record(Stream.FORWARD))
         return self._copy_out(plan, group, scores, box, results)
 
@@ -267,12 +265,12 @@ class Runner:
         box.tokens_dev = self._sample(step, hidden, group, box)
         box.end_ns = self._device.now_ns()
 
-    def _sample(
-        self, step: StagedStep, hidden: Tensor, group: SampleGroup, box: StepBox
-    ) -> Tensor:
+    def _sample(self, step: StagedStep, hidden: Tensor, group: SampleGroup, box: StepBox) -> Tensor:
         if not len(step.slots_dev):
             return step.slots_dev
-        logits = self._model.logits(hidden if step.sampled_dev is None else hidden[step.sampled_dev])
+        logits = self._model.logits(
+            hidden if step.sampled_dev is None else hidden[step.sampled_dev]
+        )
         wanted = torch.from_numpy(group.logprob_rows).to(torch.int64)
         raw = logits[wanted] if len(wanted) else None  # a copy: sampling changes logits in place
         positions = self._slots.length_dev[step.slots_dev]

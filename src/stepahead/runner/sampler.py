@@ -143,9 +143,7 @@ def _bias_table(bias: list[tuple[int, int, float]], upload: Upload) -> Tensor | 
     return upload(np.concatenate([np.array([rows, tokens], np.int64), _bits([values])]))
 
 
-def _penalised(
-    rows: list[RowParams], counts: PenaltyCounts, upload: Upload
-) -> Penalised | None:
+def _penalised(rows: list[RowParams], counts: PenaltyCounts, upload: Upload) -> Penalised | None:
     index = [i for i, row in enumerate(rows) if row.params.penalised]
     if not index:
         return None

@@ -45,7 +45,7 @@ class SlotState:
             self.length_dev[updates.lengths_dev[0]] = updates.lengths_dev[1]
 
     def page_changes(self, plan: Plan) -> np.ndarray | None:
-        """int64[2, k]: (flat index, page) of every entry the plan brings; None when there is none."""
+        """int64[2, k]: (flat index, page) of each entry the plan brings; None if there is none."""
         parts = [self._joined(join) for join in plan.joins]
         if len(plan.grants):
             table = plan.grant_table.astype(np.int64)

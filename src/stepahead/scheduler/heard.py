@@ -29,9 +29,7 @@ class Heard:
         slots = launched.chunks[:, 0]
         sampling = slots[launched.chunks[:, 3] > 0]
         self._live = ~table.deaf[np.concatenate([launched.rows.slots, sampling])]
-        self._rids = {
-            slot: int(table.rid[slot]) for slot in slots.tolist() if not table.deaf[slot]
-        }
+        self._rids = {slot: int(table.rid[slot]) for slot in slots.tolist() if not table.deaf[slot]}
 
     def logprobs(self, result: Result) -> tuple[LogprobRows | None, tuple[PromptLogprobs, ...]]:
         """The result's log-probabilities, renumbered as the outputs of the live rows are."""

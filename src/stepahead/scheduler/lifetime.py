@@ -79,7 +79,7 @@ class Counters:
 
 
 class Lifetime:
-    """Admits, ends, preempts and releases.  `changed` says that the decode rows must be regrouped."""
+    """Admits, ends, preempts, releases.  `changed`: the decode rows must be regrouped."""
 
     def __init__(self, table: Table, store: PageStore, stops: StopTable) -> None:
         self.table = table
@@ -136,9 +136,7 @@ class Lifetime:
         counters.slot_reuses += generation > 0
         self.running += 1
         params, seed, choice = request.params, request.seed, request.choice
-        return Join(
-            slot, generation, tokens, entry.prompt_len, cached, pages, params, seed, choice
-        )
+        return Join(slot, generation, tokens, entry.prompt_len, cached, pages, params, seed, choice)
 
     def start_decoding(self, entry: Entry) -> None:
         """All its tokens are scheduled; from the next plan on it decodes, if any output is left."""

@@ -29,7 +29,9 @@ def engine_around(
         eos_ids=facts.eos_ids,
         threads=settled.threads or 1,
     )
-    return Engine(resolved, _executor(spec, settled.executor), Vocabulary([b"x"] * facts.vocab_size))
+    return Engine(
+        resolved, _executor(spec, settled.executor), Vocabulary([b"x"] * facts.vocab_size)
+    )
 
 
 def _executor(spec: RunnerSpec, kind: str) -> Executor:

@@ -13,7 +13,6 @@ which all end by length).
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections import deque
@@ -21,7 +20,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from stepahead.config import EngineConfig, ModelFacts, resolve
@@ -182,19 +180,13 @@ def measure(repeats: int = 5) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Prints the table and, last, the line for machines."""
-    found = measure()
-    table = Table("", "measured", "goal", title="host cost of a steady decode step, thread CPU")
+def table(found: dict[str, Any]) -> Table:
+    """What `measure` found, for people."""
+    rows = Table("", "measured", "goal", title="host cost of a steady decode step, thread CPU")
     per_step = found["us_per_step"]
     for rows, value in per_step.items():
-        table.add_row(f"{rows} rows", f"{value} us", GOALS_US.get(rows, ""))
-    table.add_row("each row more", f"{found['slope_us_per_row']} us", "0.08 us")
+        rows.add_row(f"{rows} rows", f"{value} us", GOALS_US.get(rows, ""))
+    rows.add_row("each row more", f"{found['slope_us_per_row']} us", "0.08 us")
     for wave in ("arrive", "finish"):
-        table.add_row(f"256 {wave} at once", f"{found[f'wave_256_{wave}_ms']} ms", "5 ms")
-    Console().print(table)
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+        rows.add_row(f"256 {wave} at once", f"{found[f'wave_256_{wave}_ms']} ms", "5 ms")
+    return rows

@@ -7,12 +7,10 @@ is the wall time of a steady decode step (median of runs, loops alternating), fo
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from stepahead.config import EngineConfig, ModelFacts
@@ -84,16 +82,10 @@ def measure(runs: int = 5, steps: int = 400) -> dict[str, Any]:
     return {"bench": "engine_overhead", "step_ms": step_ms}
 
 
-def main() -> None:
-    """Prints the table and, last, the line for machines."""
-    found = measure()
-    table = Table("batch", "serial", "overlap", "goal", title="ms a step, near-free model")
+def table(found: dict[str, Any]) -> Table:
+    """What `measure` found, for people."""
+    rows = Table("batch", "serial", "overlap", "goal", title="ms a step, near-free model")
     for rows in BATCHES:
         step = found["step_ms"][str(rows)]
-        table.add_row(str(rows), str(step["serial"]), str(step["overlap"]), f"{GOALS_MS[rows]}")
-    Console().print(table)
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+        rows.add_row(str(rows), str(step["serial"]), str(step["overlap"]), f"{GOALS_MS[rows]}")
+    return rows

@@ -9,13 +9,11 @@ of a run; the figure is the median of seven runs, serial and overlap alternating
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from stepahead.config import EngineConfig, ModelFacts
@@ -113,17 +111,11 @@ def measure(runs: int = 7, steps: int = 40) -> dict[str, Any]:
     return {"bench": "overlap", "cases": cases}
 
 
-def main() -> None:
-    """Prints the table and, last, the line for machines."""
-    found = measure()
-    table = Table("F", "H", "serial", "of F+H", "overlap", "of max(F, H)", title="TPOT, ms")
+def table(found: dict[str, Any]) -> Table:
+    """What `measure` found, for people."""
+    rows = Table("F", "H", "serial", "of F+H", "overlap", "of max(F, H)", title="TPOT, ms")
     for case in found["cases"]:
         f, h, serial, overlap = (case[k] for k in ("F_ms", "H_ms", "serial_ms", "overlap_ms"))
         share, hidden = f"{serial / (f + h):.3f}", f"{overlap / max(f, h):.3f}"
-        table.add_row(f"{f:.2f}", f"{h:.2f}", f"{serial:.2f}", share, f"{overlap:.2f}", hidden)
-    Console().print(table)
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+        rows.add_row(f"{f:.2f}", f"{h:.2f}", f"{serial:.2f}", share, f"{overlap:.2f}", hidden)
+    return rows

@@ -103,9 +103,9 @@ def _mark_special(backend: tokenizers.Tokenizer, texts: list[str]) -> None:
 
     added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     for text in texts:
-        token = added.get(text) or AddedToken(text, normalized=False)
         # one that the vocabulary lacks would get a new id, which the model has no embedding for
-        if not token.special and backend.token_to_id(text) is not None:
+        if backend.token_to_id(text) is not None:
+            token = added.get(text) or AddedToken(text, normalized=False)
             token.special = True
             backend.add_special_tokens([token])
 

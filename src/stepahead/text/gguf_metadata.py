@@ -87,7 +87,7 @@ class _Reader:
         if kind == _STRING:
             return self._strings(count)
         item = self._scalar(kind)
-        self._check(item.size * count)  # before a count of 2**60 asks for memory
+        self._check(item.size * count)  # a count of 2**62 is beyond what struct can say
         return list(self._take(struct.Struct(f"<{count}{item.format[1:]}")))
 
     def _scalar(self, kind: int) -> struct.Struct:

@@ -53,11 +53,9 @@ def decoder_steps(backend: tokenizers.Tokenizer, source: str) -> list[Step]:
 
 def byte_table(backend: tokenizers.Tokenizer, steps: list[Step]) -> list[bytes]:
     """The bytes of every token, by id; an id in a gap of the vocabulary stands for nothing."""
-    tokens = {index: token for token, index in backend.get_vocab(with_added_tokens=True).items()}
-    # the library looks here first
-    tokens |= {index: t.content for index, t in backend.get_added_tokens_decoder().items()}
-    table = [b""] * (max(tokens, default=-1) + 1)
-    for index, token in tokens.items():
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    table = [b""] * (max(vocabulary.values(), default=-1) + 1)
+    for token, index in vocabulary.items():
         piece: str | bytes = token
         for step in steps:
             piece = step(piece)

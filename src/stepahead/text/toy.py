@@ -1,4 +1,4 @@
-"""The toy model's vocabulary: short pieces over a few letters, so that strings end inside tokens."""
+"""The toy model's vocabulary: short pieces of a few letters, so strings end inside tokens."""
 
 from __future__ import annotations
 

@@ -110,7 +110,9 @@ class StepAttention:
 
     def _decode(self, group: DecodeGroup, q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Tensor:
         n, heads, head_dim = q.shape
-        keys = torch.embedding(k_pages.flatten(1), group.pages_dev).view(n, -1, k_pages[0, 0].numel())
+        keys = torch.embedding(k_pages.flatten(1), group.pages_dev).view(
+            n, -1, k_pages[0, 0].numel()
+        )
         wide = (q.unsqueeze(2) * self.own_head_dev).view(n, heads, -1)
         scores = torch.baddbmm(group.mask_dev, wide, keys.transpose(1, 2))
         weights = torch.softmax(scores, -1)

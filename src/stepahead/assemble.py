@@ -1,0 +1,162 @@
+"""A whole engine from an EngineConfig: model facts, memory, runner, executor, vocabulary.
+
+The one place that knows all rooms by name.  Nothing here steps the engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from stepahead.config import DTYPE_BYTES, EngineConfig, ModelFacts, Resolved, resolve
+from stepahead.engine import Engine, limits_of
+from stepahead.loop.base import Executor
+from stepahead.model.spec import ModelSpec, kv_bytes_per_token, read_spec
+from stepahead.runner.spec import RunnerSpec
+from stepahead.scheduler.stop import Vocabulary
+from stepahead.text.texts import Texts, ToyTexts
+from stepahead.text.tokenizer import Tokenizer
+
+TOY = "toy"
+TOY_VOCAB = 512
+TOY_MAX_LEN = 4096
+_TOY_CELL_BYTES = 8
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """What an engine is assembled around.
+
+    factory  "module:function" that the runner's process calls with `options` for the model
+    notes    what was changed from the model's files, and why
+    """
+
+    facts: ModelFacts
+    texts: Texts
+    factory: str
+    options: dict[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """An engine ready to take requests, its texts, and the settings with the reasons for them."""
+
+    engine: Engine
+    texts: Texts
+    resolved: Resolved
+    settings: tuple[str, ...]
+
+
+def build_engine(config: EngineConfig, chat_template: str | None = None) -> Assembly:
+    """The engine that `config` describes, ready.
+
+    `chat_template` is a template's text that replaces the model's own.  Raises ConfigError,
+    NotEnoughMemory or ModelError; nothing is left running then.
+    """
+    return assemble(config, model_parts(config, chat_template))
+
+
+def model_parts(config: EngineConfig, chat_template: str | None = None) -> ModelParts:
+    """What the files of `config.model` say, without reading weights; ModelError if they can't."""
+    if config.model == TOY:
+        return toy_parts()
+    spec = read_spec(config.model)
+    texts = Tokenizer.load(config.model, chat_template)
+    facts = ModelFacts(
+        vocab_size=spec.vocab_size,
+        max_len=spec.max_len,
+        eos_ids=_eos_ids(spec, texts),
+        kv_bytes_per_token=kv_bytes_per_token(spec, DTYPE_BYTES[config.dtype]),
+        weight_bytes=weight_values(spec) * DTYPE_BYTES[config.dtype],
+    )
+    options = {"path": config.model, "dtype": config.dtype}
+    return ModelParts(facts, texts, "stepahead.model.load:load", options, spec.notes)
+
+
+def toy_parts(vocab_size: int = TOY_VOCAB, max_len: int = TOY_MAX_LEN) -> ModelParts:
+    """The hash model: token ids only."""
+    texts = ToyTexts(vocab_size)
+    facts = ModelFacts(vocab_size, max_len, texts.eos_ids, _TOY_CELL_BYTES)
+    options = {"vocab_size": vocab_size, "max_len": max_len}
+    return ModelParts(facts, texts, "stepahead.model.toy:ToyModel", options)
+
+
+def assemble(config: EngineConfig, parts: ModelParts) -> Assembly:
+    """An engine around any model that the runner's process can build from `parts`."""
+    resolved = resolve(config, parts.facts)
+    executor = _executor(config.executor, runner_spec(resolved, parts))
+    vocabulary = Vocabulary(parts.texts.token_bytes, parts.texts.special_ids)
+    engine = Engine(resolved, executor, vocabulary)
+    return Assembly(engine, parts.texts, resolved, (*settings(resolved), *parts.notes))
+
+
+def runner_spec(resolved: Resolved, parts: ModelParts) -> RunnerSpec:
+    """What the runner's process needs to know."""
+    config = resolved.config
+    assert config.threads is not None
+    return RunnerSpec(
+        factory=parts.factory,
+        options=parts.options,
+        device=config.device,
+        device_seed=config.device_seed,
+        num_slots=config.num_slots,
+        num_pages=resolved.pages,
+        page_size=config.page_size,
+        max_pages=limits_of(resolved).max_pages,
+        eos_ids=resolved.facts.eos_ids,
+        threads=config.threads,
+        check=config.debug,
+    )
+
+
+def settings(resolved: Resolved) -> tuple[str, ...]:
+    """One line for each option: its effective value, and why where it was settled or changed."""
+    reasons = {reason.partition("=")[0]: reason for reason in resolved.reasons}
+    return tuple(
+        reasons.pop(option.name, None) or _as_given(option.name, resolved)
+        for option in fields(EngineConfig)
+        if _is_settled(option.name, resolved)
+    ) + tuple(reasons.values())
+
+
+def _is_settled(name: str, resolved: Resolved) -> bool:
+    return getattr(resolved.config, name) is not None
+
+
+def _as_given(name: str, resolved: Resolved) -> str:
+    value = getattr(resolved.config, name)
+    # page 0 is padding and nobody's option
+    return f"{name}={value - 1 if name == 'num_pages' else value}"
+
+
+def weight_values(spec: ModelSpec) -> int:
+    """How many numbers the model's weights are, embeddings included."""
+    head = spec.num_heads * spec.head_dim
+    kv = spec.num_kv_heads * spec.head_dim
+    attention = spec.hidden_size * (2 * head + 2 * kv)
+    layer = attention + 3 * spec.hidden_size * spec.intermediate_size
+    tables = 1 if spec.tied_head else 2
+    return spec.num_layers * layer + tables * spec.vocab_size * spec.hidden_size
+
+
+def _eos_ids(spec: ModelSpec, texts: Texts) -> tuple[int, ...]:
+    ids = dict.fromkeys((*spec.eos_token_ids, *texts.eos_ids))
+    # the tokenizer may know more tokens than the model
+    return tuple(token for token in ids if token < spec.vocab_size)
+
+
+def _executor(kind: str, spec: RunnerSpec) -> Executor:
+    if kind == "process":
+        from stepahead.executor.process import ProcessExecutor
+
+        return ProcessExecutor(spec)
+    # torch comes with these: a host whose runner is a process of its own does without it
+    from stepahead.executor.failures import decode_build_failure, encode_build_failure
+    from stepahead.executor.inline import InlineExecutor
+    from stepahead.runner.build import build_runner
+
+    try:
+        return InlineExecutor(build_runner(spec))
+    except (Exception, SystemExit) as error:  # the words, and the kinds, that a worker would send
+        raise decode_build_failure(encode_build_failure(error)) from error

@@ -1,0 +1,145 @@
+"""One choice's answer while it comes: tokens, log-probabilities, text cut where it must stop.
+
+Knows one request; no engine, no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from stepahead.text.texts import TextStream, Texts, decode_after
+from stepahead.types import (
+    CompletionOutput,
+    Finish,
+    Logprob,
+    LogprobRows,
+    SamplingParams,
+)
+
+Alternatives = dict[int, Logprob]
+
+
+class Answer:
+    """What has come for one choice.  With `streaming` its text is told piece by piece."""
+
+    def __init__(
+        self,
+        texts: Texts,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        index: int,
+        streaming: bool,
+    ) -> None:
+        self.index = index
+        self.params = params
+        self.logprobs: list[Alternatives] | None = None if params.logprobs is None else []
+        self.told_tokens = 0
+        self._texts = texts
+        self._prompt_ids = prompt_ids
+        self._told = ""
+        self._stream: TextStream | None = None
+        self._seen = ""  # all text that came out of the stream
+        if streaming:
+            self._stream = texts.stream(params.skip_special_tokens, prompt_ids)
+
+    def push(self, token: int) -> str:
+        """Takes a token that is not the last; the text that can be told now."""
+        assert self._stream is not None, "only a streaming answer is told piece by piece"
+        self.told_tokens += 1
+        self._seen += self._stream.push((token,))
+        return self._tell(len(self._seen) - self._held())
+
+    def _held(self) -> int:
+        """Characters at the end that may be the beginning of a stop string."""
+        if self.params.include_stop_str_in_output:
+            return 0
+        text = self._seen
+        sizes = (
+            size
+            for stop in self.params.stops
+            for size in range(min(len(stop) - 1, len(text)), 0, -1)
+            if text.endswith(stop[:size])
+        )
+        return max(sizes, default=0)
+
+    def _tell(self, end: int) -> str:
+        piece = self._seen[len(self._told) : end]
+        self._told += piece
+        return piece
+
+    def end(self, finish: Finish) -> tuple[CompletionOutput, str]:
+        """The whole answer, and the text of it that was not told yet."""
+        ids: list[int] = finish.tokens.tolist()
+        text = self._cut(self._text(ids, finish), finish)
+        logprobs = self.logprobs
+        total = None if logprobs is None else _total(logprobs, ids)
+        output = CompletionOutput(
+            index=self.index,
+            text=text,
+            token_ids=ids,
+            cumulative_logprob=total,
+            logprobs=logprobs,
+            finish_reason=finish.reason,
+            stop_reason=finish.stop_reason,
+            error=finish.error,
+        )
+        return output, text[len(self._told) :]
+
+    def _text(self, ids: list[int], finish: Finish) -> str:
+        shown = ids
+        if _stopped_by_token(finish) and not self.params.include_stop_str_in_output:
+            shown = ids[:-1]
+        if self._stream is None:
+            skip = self.params.skip_special_tokens
+            return decode_after(self._texts, self._prompt_ids, shown, skip)
+        self._seen += self._stream.push(shown[self.told_tokens :]) + self._stream.finish()
+        return self._seen
+
+    def _cut(self, text: str, finish: Finish) -> str:
+        stop = finish.stop_reason
+        if not isinstance(stop, str):
+            return text
+        behind = b""
+        if finish.stop_end_bytes:
+            last = self._texts.token_bytes[int(finish.tokens[-1])]
+            behind = last[-finish.stop_end_bytes :]
+        end = len(text) - len(behind.decode("utf-8", "replace"))
+        if not text.endswith(stop, 0, end):
+            # the decoder wrote something else than the bytes, as some do at a text's start
+            end = text.rfind(stop) + len(stop) if stop in text else len(text)
+        cut = text[:end]
+        return cut if self.params.include_stop_str_in_output else cut.removesuffix(stop)
+
+
+def _stopped_by_token(finish: Finish) -> bool:
+    return finish.reason == "stop" and not isinstance(finish.stop_reason, str)
+
+
+def _total(logprobs: list[Alternatives], ids: list[int]) -> float:
+    pairs = zip(logprobs, ids, strict=False)  # an aborted request may have had its last cut off
+    return sum(alternatives[token].logprob for alternatives, token in pairs)
+
+
+def alternatives(
+    values: LogprobRows, tokens: Sequence[int], widths: Sequence[int], texts: Texts
+) -> Iterator[Alternatives]:
+    """For each of the r rows: the token that was taken, then the `widths[i]` best, best first.
+
+    `tokens` int[r] are the tokens taken.
+    """
+    chosen, ranks, width = values.chosen.tolist(), values.rank.tolist(), values.width
+    top_ids, top = values.top_ids.tolist(), values.top.tolist()
+    for row, token in enumerate(tokens):
+        found = {token: Logprob(chosen[row], ranks[row], _shown(texts, token))}
+        for place in range(min(width, widths[row])):
+            other = top_ids[row * width + place]
+            if other not in found:
+                value = top[row * width + place]
+                found[other] = Logprob(value, place + 1, _shown(texts, other))
+        yield found
+
+
+def _shown(texts: Texts, token: int) -> str:
+    pieces = texts.token_bytes
+    # a model's vocabulary may be padded beyond its tokenizer's
+    return pieces[token].decode("utf-8", "replace") if token < len(pieces) else ""

@@ -1,0 +1,42 @@
+"""What must hold of a scheduler at any time, and what at rest.  For debug mode and tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from stepahead.plan import NO_INTS
+from stepahead.scheduler.heard import Launched
+from stepahead.scheduler.lifetime import Lifetime
+
+
+def check(life: Lifetime, flights: Iterable[Launched]) -> None:
+    """AssertionError unless frontiers, pins, pages and slots add up."""
+    table = life.table
+    names = np.zeros(table.num_slots, np.int32)
+    positions = np.zeros(table.num_slots, np.int32)
+    for flight in flights:
+        np.add.at(names, flight.rows.slots, 1)
+        np.add.at(positions, flight.rows.slots, 1)
+        np.add.at(names, flight.chunks[:, 0], 1)
+        np.add.at(positions, flight.chunks[:, 0], flight.chunks[:, 2])
+    assert (table.pins == names).all(), "pins are not the flights that name a slot"
+    assert (table.in_flight == positions).all(), "in_flight is not the sum over flights"
+    assert (table.promised >= 0).all(), "a row was promised fewer than no tokens"
+    assert (table.planned <= table.covered).all(), "a planned position has no page"
+    assert (table.budget >= 0).all(), "a row was launched past its length"
+    used = [slot for slot, entry in enumerate(life.entries) if entry is not None]
+    assert table.free_slots + len(used) == table.num_slots - 1, "a slot is lost"
+    owned = [table.pages_of(slot)[table.held[slot] :] for slot in used]
+    life.store.check(np.concatenate([NO_INTS, *owned]))
+
+
+def check_at_rest(life: Lifetime) -> None:
+    """AssertionError unless an idle scheduler has everything back."""
+    table = life.table
+    assert not table.pins.any() and not life.ghosts, "a pin is left"
+    assert table.free_slots == table.num_slots - 1, "a slot is left"
+    assert life.store.available == life.store.num_pages - 1, "a page is left"
+    assert not life.stops.counted, "a stop rule is left"
+    check(life, ())

@@ -1,0 +1,141 @@
+"""Which rows decode in a plan, and the pages for where they go.  Two countdowns say when to look.
+
+In a steady step nothing here looks at single rows.  `until_length`: launches until the next row
+ends by length; `until_grant`: launches until a row stands before a position without a page.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from stepahead.scheduler.lifetime import Entry, Lifetime, Stage
+from stepahead.scheduler.policy import victim
+from stepahead.scheduler.table import RowSet, row_set
+
+# positions for which pages are granted ahead: rows are looked at once in so many steps
+HORIZON = 8
+# planned, in_flight, promised, pins, budget of a row that decodes one position
+_LAUNCH = np.array([[1], [1], [1], [1], [-1]], np.int32)
+_FAR = 1 << 30
+NOBODY = row_set(np.zeros(0, np.int64), np.zeros(0, np.int64))
+
+
+class DecodeRows:
+    """The decode rows of the next plan."""
+
+    def __init__(self, life: Lifetime, page_size: int) -> None:
+        self.life = life
+        self.table = life.table
+        self.store = life.store
+        self._page_size = page_size
+        self._rows = NOBODY
+        self._until_length = self._until_grant = _FAR
+
+    def select(self, grants: list[np.ndarray]) -> RowSet:
+        """The rows that can decode now; what pages they were given is added to `grants`."""
+        if self.life.changed:
+            self._regroup()
+        if self._until_grant > 0:
+            return self._rows
+        return self._grant(grants)
+
+    def _regroup(self) -> None:
+        table = self.table
+        self.life.changed = False
+        self._rows = rows = table.rows(table.decoding.nonzero()[0])
+        self._until_length = int(table.budget[rows.at].min()) if rows.count else _FAR
+        self._until_grant = self._next_need(rows)
+
+    def _next_need(self, rows: RowSet) -> int:
+        """Steps until a row stands before a position without a page."""
+        if not rows.count:
+            return _FAR
+        table, at = self.table, rows.at
+        ahead = table.covered[at] - table.planned[at]
+        ahead[table.covered[at] >= table.limit[at]] = _FAR
+        return int(ahead.min())
+
+    def _grant(self, grants: list[np.ndarray]) -> RowSet:
+        """Pages for the positions ahead, in one batch; where they are short, for the next only."""
+        table, rows = self.table, self._rows
+        want = np.minimum(table.planned[rows.at] + HORIZON, table.limit[rows.at])
+        lack = want - table.covered[rows.at]
+        index = (lack > 0).nonzero()[0]
+        counts = -(-lack[index] // self._page_size)
+        if int(counts.sum()) <= self.store.available:
+            self._hand_out(rows.slots[index], counts, grants)
+            self._until_grant = self._next_need(rows)
+            return rows
+        return self._ration(rows, grants)
+
+    def _hand_out(self, slots: np.ndarray, counts: np.ndarray, grants: list[np.ndarray]) -> None:
+        table = self.table
+        if not len(slots):
+            return
+        pages = self.store.take(int(counts.sum()))
+        owners = slots
+        first = table.num_pages[slots]
+        if counts.max() > 1:
+            owners = np.repeat(slots, counts)
+            within = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
+            first = np.repeat(first, counts) + within
+        table.pages[owners, first] = pages
+        table.num_pages[slots] += counts
+        table.covered[slots] += counts * self._page_size
+        flat = np.empty((len(owners), 3), np.int32)
+        flat[:, 0], flat[:, 1], flat[:, 2] = owners, first, pages
+        grants.append(flat.reshape(-1))
+
+    def _ration(self, rows: RowSet, grants: list[np.ndarray]) -> RowSet:
+        """Pages are short: a page for each row that needs one now, oldest request first.
+
+        Rows that get none are left out of this plan; younger requests are preempted for them.
+        """
+        table, entries = self.table, self.life.entries
+        at = rows.at
+        bare = (table.planned[at] >= table.covered[at]) & (table.planned[at] < table.limit[at])
+        needy = [entry for slot in rows.slots[bare] if (entry := entries[slot]) is not None]
+        left_out: list[int] = []
+        for entry in sorted(needy, key=lambda entry: entry.arrival):
+            if not table.decoding[entry.slot]:
+                continue  # preempted for an older one
+            while not self.store.available and self._make_room(entry, len(left_out)):
+                pass
+            if self.store.available:
+                self._hand_out(np.array([entry.slot]), np.array([1]), grants)
+            else:
+                left_out.append(entry.slot)
+        keep = table.decoding.copy()
+        keep[left_out] = False
+        # look again at the next plan: the rows left out must not wait for a change
+        self.life.changed = True
+        return table.rows(keep.nonzero()[0])
+
+    def _make_room(self, needy: Entry, owed: int) -> bool:
+        """Preempts one request younger than `needy`, unless pages enough are on their way."""
+        life, table = self.life, self.table
+        running = [e for e in life.entries if e and e.stage in (Stage.PREFILL, Stage.DECODE)]
+        finishing = [e.slot for e in running if table.budget[e.slot] == 0]
+        # what marked and finishing slots hold comes back when their flights retire
+        coming = sum(int(table.num_pages[slot]) for slot in (*life.ghosts, *finishing))
+        if coming > owed:
+            return False
+        loser = victim((e for e in running if table.budget[e.slot] > 0), needy)
+        if loser is None:
+            return False
+        life.preempt(loser)
+        return True
+
+    def advance(self, rows: RowSet) -> tuple[int, ...]:
+        """Moves the rows' frontiers one position; the slots whose last output that will bring."""
+        table = self.table
+        table.frontier[:, rows.span] += _LAUNCH * rows.ones
+        self._until_grant -= 1
+        self._until_length -= 1
+        if self._until_length > 0:
+            return ()
+        ending = rows.slots[table.budget[rows.at] == 0]
+        # a row certain to end by length is never launched again
+        table.decoding[ending] = False
+        self.life.changed = True
+        return tuple(ending.tolist())

@@ -1,0 +1,183 @@
+"""A runner on paper: carries plans out over pages of token ids, in numpy, and trusts nothing.
+
+It keeps only what a plan gave it: page tables, lengths, the relay.  Each next token is the closed
+form of the whole sequence as read back through the page table, so a wrong page, length, slot or
+lost token changes the answer; and a plan that breaks a rule of `plan.py` is an AssertionError.
+Without torch, so the scheduler and the loops are proven where there is none, at any depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from closed_form import Place, Toy, choose, log_softmax, logits_of, state_of
+from stepahead.plan import Join, Plan, PromptRows, Result, decode_plan, encode_plan
+from stepahead.types import LogprobRows
+
+EMPTY = -1
+
+
+@dataclass
+class _Owner:
+    """A slot in use."""
+
+    join: Join
+    pages: list[int]
+    length: int  # positions whose tokens are in the pages
+    relay: int = EMPTY
+
+
+@dataclass(frozen=True)
+class PaperFlight:
+    """A step that is done already; `land` is when the host hears of it."""
+
+    result: Result
+
+    def land(self) -> Result:
+        """The result."""
+        return self.result
+
+
+class PaperRunner:
+    """An executor: `launch` and `close`.  `on_plan` sees each plan first, with rows in full."""
+
+    def __init__(
+        self,
+        toy: Toy,
+        num_slots: int,
+        num_pages: int,
+        page_size: int,
+        on_plan: Callable[[Plan], None] = lambda plan: None,
+    ) -> None:
+        self.toy = toy
+        self.cells = np.full((num_pages, page_size), EMPTY, np.int64)
+        self.generations = [0] * num_slots
+        self.owners: dict[int, _Owner] = {}
+        self.page_size = page_size
+        self._rows: list[int] = []
+        self._on_plan = on_plan
+        self._steps = 0
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    def launch(self, plan: Plan) -> PaperFlight:
+        """Carries the plan out at once, as it would arrive over a wire."""
+        self._on_plan(plan)
+        plan = decode_plan(encode_plan(plan))
+        assert plan.step == self._steps, "steps are not numbered in a row"
+        self._steps += 1
+        self._change(plan)
+        if not plan.same_rows:
+            self._rows = plan.rows.tolist()
+            assert self._rows == sorted(set(self._rows)), "rows are not ascending"
+        assert plan.tokens is None or len(plan.tokens) == len(self._rows)
+        for i, slot in enumerate(self._rows):
+            token = self._take_relay(slot) if plan.tokens is None else int(plan.tokens[i])
+            self._write(slot, [token])
+        for slot, start, count, _ in plan.chunk_table.tolist():
+            owner = self.owners[slot]
+            assert start == owner.length, "a chunk does not begin where its slot ends"
+            self._write(slot, owner.join.tokens[start : start + count].tolist())
+        return PaperFlight(self._results(plan))
+
+    def _change(self, plan: Plan) -> None:
+        for slot in plan.leaves.tolist():
+            del self.owners[slot]
+            self.generations[slot] += 1
+        for join in plan.joins:
+            assert join.slot not in self.owners, "a slot was given twice"
+            assert 0 < join.slot < len(self.generations), "no such slot"
+            assert join.generation == self.generations[join.slot], "a stale generation"
+            owner = _Owner(join, join.pages.tolist(), join.cached)
+            self.owners[join.slot] = owner
+            held = self._read(owner)
+            assert held == join.tokens[: join.cached].tolist(), "a prefix hit on other content"
+        for slot, index, page in plan.grant_table.tolist():
+            assert index == len(self.owners[slot].pages), "a grant leaves a gap"
+            self.owners[slot].pages.append(page)
+        for owner in self.owners.values():
+            assert 0 not in owner.pages, "the padding page was handed out"
+
+    def _take_relay(self, slot: int) -> int:
+        owner = self.owners[slot]
+        token, owner.relay = owner.relay, EMPTY
+        assert token != EMPTY, "a token was taken that no step had left"
+        return token
+
+    def _write(self, slot: int, tokens: list[int]) -> None:
+        owner = self.owners[slot]
+        for token in tokens:
+            page = owner.pages[owner.length // self.page_size]
+            users = [s for s, other in self.owners.items() if page in other.pages]
+            assert users == [slot], f"slot {slot} writes a page that slots {users} use"
+            self.cells[page, owner.length % self.page_size] = token
+            owner.length += 1
+
+    def _read(self, owner: _Owner) -> list[int]:
+        cells = self.cells[owner.pages].reshape(-1) if owner.pages else self.cells[0]
+        read = cells[: owner.length].tolist()
+        assert EMPTY not in read, "a cell was read before it was written"
+        return read
+
+    # --- results ----------------------------------------------------------------------------
+
+    def _results(self, plan: Plan) -> Result:
+        chunks = plan.chunk_table.tolist()
+        slots = [*self._rows, *(slot for slot, _, _, samples in chunks if samples)]
+        tokens, rows = [], []
+        for index, slot in enumerate(slots):
+            owner = self.owners[slot]
+            token, logits = self._next(owner)
+            owner.relay = token
+            tokens.append(token)
+            if owner.join.params.logprobs is not None:
+                rows.append((index, token, logits, owner.join.params.logprobs))
+        prompts = tuple(p for slot, start, count, _ in chunks if (p := self._prompt(slot, start, count)))
+        return Result(
+            plan.step,
+            np.array(tokens, np.int32),
+            logprobs=scored(rows) if rows else None,
+            prompt_logprobs=prompts,
+        )
+
+    def _next(self, owner: _Owner) -> tuple[int, np.ndarray]:
+        read, join = self._read(owner), owner.join
+        logits = logits_of(state_of(np.array(read)), self.toy.vocab_size)
+        split = join.prompt_len
+        named = join.params.stop_token_ids or ()
+        ends = frozenset(named) | (frozenset() if join.params.ignore_eos else {self.toy.eos})
+        place = Place(join.seed, join.choice, read[:split], read[split:], ends)
+        return choose(logits, join.params, place)[0], logits
+
+    def _prompt(self, slot: int, start: int, count: int) -> PromptRows | None:
+        owner = self.owners[slot]
+        width, split = owner.join.params.prompt_logprobs, owner.join.prompt_len
+        read = self._read(owner)
+        targets = range(start + 1, min(start + count + 1, split))
+        if width is None or not targets:
+            return None
+        rows = [
+            (i, int(owner.join.tokens[at]), logits_of(state_of(np.array(read[:at])), self.toy.vocab_size), width)
+            for i, at in enumerate(targets)
+        ]
+        return PromptRows(slot, start + 1, scored(rows))
+
+
+def scored(rows: list[tuple[int, int, np.ndarray, int]]) -> LogprobRows:
+    """LogprobRows of (index, token, raw logits, alternatives wanted); as wide as the widest."""
+    width = max(wanted for *_, wanted in rows)
+    values = [log_softmax(logits).astype(np.float32) for _, _, logits, _ in rows]
+    best = [np.argsort(-v, kind="stable")[:width] for v in values]
+    chosen = [v[token] for v, (_, token, _, _) in zip(values, rows, strict=True)]
+    return LogprobRows(
+        np.array([index for index, *_ in rows], np.int32),
+        np.array(chosen, np.float32),
+        np.array([(v > c).sum() + 1 for v, c in zip(values, chosen, strict=True)], np.int32),
+        width,
+        np.concatenate(best).astype(np.int32),
+        np.concatenate([v[b] for v, b in zip(values, best, strict=True)]).astype(np.float32),
+    )
