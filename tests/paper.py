@@ -136,7 +136,9 @@ class PaperRunner:
             tokens.append(token)
             if owner.join.params.logprobs is not None:
                 rows.append((index, token, logits, owner.join.params.logprobs))
-        prompts = tuple(p for slot, start, count, _ in chunks if (p := self._prompt(slot, start, count)))
+        prompts = tuple(
+            p for slot, start, count, _ in chunks if (p := self._prompt(slot, start, count))
+        )
         return Result(
             plan.step,
             np.array(tokens, np.int32),
@@ -161,7 +163,12 @@ class PaperRunner:
         if width is None or not targets:
             return None
         rows = [
-            (i, int(owner.join.tokens[at]), logits_of(state_of(np.array(read[:at])), self.toy.vocab_size), width)
+            (
+                i,
+                int(owner.join.tokens[at]),
+                logits_of(state_of(np.array(read[:at])), self.toy.vocab_size),
+                width,
+            )
             for i, at in enumerate(targets)
         ]
         return PromptRows(slot, start + 1, scored(rows))

@@ -35,7 +35,7 @@ class Event(Protocol):
         ...
 
     def wait(self) -> None:
-        """Blocks the host, asleep, until the device has passed it; raises its operations' errors."""
+        """Blocks the host, asleep, until the device passes it; raises what operations raised."""
         ...
 
 

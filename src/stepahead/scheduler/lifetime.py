@@ -6,6 +6,7 @@ are released once, by `release`, at the retirement of the last flight that names
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from enum import Enum
 
 import numpy as np
@@ -54,28 +55,23 @@ class Entry:
         self.stage = Stage.WAITING
 
 
+@dataclass(slots=True)
 class Counters:
     """What happened, counted since the start."""
 
-    __slots__ = (
-        "aborts",
-        "chunks",
-        "finished",
-        "launched_rows",
-        "overshoot_rows",
-        "preemptions",
-        "prefix_hits",
-        "slot_reuses",
-        "steps",
-    )
-
-    def __init__(self) -> None:
-        for name in self.__slots__:
-            setattr(self, name, 0)
+    steps: int = 0
+    launched_rows: int = 0
+    chunks: int = 0
+    overshoot_rows: int = 0
+    finished: int = 0
+    aborts: int = 0
+    preemptions: int = 0
+    prefix_hits: int = 0
+    slot_reuses: int = 0
 
     def as_dict(self) -> dict[str, int]:
         """All counters by name."""
-        return {name: getattr(self, name) for name in self.__slots__}
+        return asdict(self)
 
 
 class Lifetime:

@@ -55,7 +55,7 @@ class Settler:
         slots: np.ndarray,
         tokens: np.ndarray,
     ) -> None:
-        """The rows' inputs have KV now, so they go to the mirror; `tokens` are the new last ones."""
+        """The rows' inputs have KV now and go to the mirror; `tokens` are the new last ones."""
         table, size = self.table, self._page_size
         position = table.length[at] - 1
         turned = ((position & (size - 1)) == 0).nonzero()[0]

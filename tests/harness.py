@@ -1,0 +1,552 @@
+"""Random workloads, run on any loop and device, and compared request by request.
+
+A workload is plain data made by `workload(seed)`: requests with arrival times in engine steps,
+parameters, and aborts.  `run` plays it on an engine and writes down what each client was told.
+`differences` holds two such records against each other by promise 1.  Loads no torch until an
+engine on a real device is asked for.
+
+    python tests/harness.py --seed 17 --keep 0,2 --loop overlap --device hostile --device-seed 3
+
+replays one workload (with only the requests 0 and 2) against the serial loop on the cpu.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from closed_form import Toy, pieces
+from stepahead.config import ModelFacts, Resolved, config_from, resolve
+from stepahead.engine import Engine
+from stepahead.errors import RequestError
+from stepahead.loop.base import Executor, Flight
+from stepahead.plan import Plan
+from stepahead.scheduler.scheduler import Scheduler
+from stepahead.scheduler.stop import Vocabulary
+from stepahead.types import Finish, LogprobRows, Outputs, SamplingParams
+
+MOST_STEPS = 3000
+
+
+# --- engines --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How to run a workload: the loop, and what stands for the device."""
+
+    loop: str = "serial"
+    device: str = "cpu"
+    device_seed: int = 0
+
+    def __str__(self) -> str:
+        return f"--loop {self.loop} --device {self.device} --device-seed {self.device_seed}"
+
+
+ORACLE = Variant()
+
+
+def toy_of(options: dict[str, Any]) -> Toy:
+    """The toy that a workload's options describe."""
+    return Toy(options["vocab_size"], options["max_model_len"])
+
+
+def resolved(options: dict[str, Any], variant: Variant) -> Resolved:
+    """The effective configuration of a workload's options on a variant."""
+    settings = {name: value for name, value in options.items() if name != "vocab_size"}
+    device = "cpu" if variant.device == "paper" else variant.device
+    config = config_from(
+        "toy",
+        settings
+        | {
+            "loop": variant.loop,
+            "device": device,
+            "device_seed": variant.device_seed,
+            "executor": "inline",
+            "threads": 1,
+            "debug": True,
+        },
+    )
+    facts = ModelFacts(options["vocab_size"], options["max_model_len"], (1,), 8)
+    return resolve(config, facts, bytes_available=1 << 40)
+
+
+class Tap:
+    """An executor that shows each plan to `on_plan` before it hands it on."""
+
+    def __init__(self, executor: Executor, on_plan: Callable[[Plan], None]) -> None:
+        self._executor = executor
+        self._on_plan = on_plan
+
+    def launch(self, plan: Plan) -> Flight:
+        """Shows, then launches."""
+        self._on_plan(plan)
+        return self._executor.launch(plan)
+
+    def close(self) -> None:
+        """Closes the executor inside."""
+        self._executor.close()
+
+
+def toy_engine(
+    options: dict[str, Any],
+    variant: Variant = ORACLE,
+    on_plan: Callable[[Plan], None] = lambda plan: None,
+) -> Engine:
+    """An engine around the toy on cpu, hostile, or paper (no torch)."""
+    settled = resolved(options, variant)
+    toy = toy_of(options)
+    executor = paper(settled, toy) if variant.device == "paper" else inline(settled)
+    vocabulary = Vocabulary(pieces(toy.vocab_size), toy.specials)
+    return Engine(settled, Tap(executor, on_plan), vocabulary)
+
+
+def paper(settled: Resolved, toy: Toy) -> Executor:
+    """The runner on paper."""
+    from paper import PaperRunner
+
+    config = settled.config
+    return PaperRunner(toy, config.num_slots, settled.pages, config.page_size)
+
+
+def inline(
+    settled: Resolved,
+    factory: str = "stepahead.model.toy:ToyModel",
+    model_options: dict[str, Any] | None = None,
+) -> Executor:
+    """The real runner in this thread, around the toy or another model."""
+    from stepahead.executor.inline import InlineExecutor
+    from stepahead.runner.build import build_runner
+    from stepahead.runner.spec import RunnerSpec
+
+    config, length = settled.config, settled.model_len
+    toy_options = {"vocab_size": settled.facts.vocab_size, "max_len": length}
+    spec = RunnerSpec(
+        factory,
+        toy_options if model_options is None else model_options,
+        device=config.device,
+        device_seed=config.device_seed,
+        num_slots=config.num_slots,
+        num_pages=settled.pages,
+        page_size=config.page_size,
+        max_pages=-(-length // config.page_size),
+        eos_ids=settled.facts.eos_ids,
+        check=True,
+    )
+    return InlineExecutor(build_runner(spec))
+
+
+# --- workloads ------------------------------------------------------------------------------
+
+
+class Abort(NamedTuple):
+    """When a client gives up: at engine `step` n, once it has n `token`s, or after its `end`."""
+
+    when: str
+    n: int
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request: added before engine step `at`."""
+
+    at: int
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    abort: Abort | None = None
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Everything that happens, as data.  `flushes` are the steps before which the cache is emptied."""
+
+    seed: int
+    options: dict[str, Any]
+    asks: tuple[Ask, ...]
+    flushes: tuple[int, ...] = ()
+
+    def keeping(self, kept: Sequence[int]) -> Workload:
+        """The same with some of its requests only."""
+        return replace(self, asks=tuple(self.asks[i] for i in kept))
+
+
+def workload(seed: int) -> Workload:
+    """The random workload of this seed; small, and often short of pages."""
+    rnd = random.Random(seed)
+    vocab, length = rnd.choice((17, 64, 64)), rnd.choice((24, 40, 64))
+    bases = [_tokens(rnd, rnd.choice((4, 8, 16)), vocab) for _ in range(2)]
+    asks = []
+    at = 0
+    for _ in range(rnd.randint(2, 6)):
+        at += rnd.choice((0, 0, 0, 1, 2, 3, 9))
+        asks.append(_ask(rnd, at, bases, vocab, length))
+    page_size = rnd.choice((1, 2, 4, 16))
+    options = {
+        "vocab_size": vocab,
+        "max_model_len": length,
+        "page_size": page_size,
+        "max_rows": rnd.randint(1, 8),
+        "max_step_tokens": rnd.choice((2, 4, 8, 16, 32)),
+        "prefix_cache": rnd.random() < 0.8,
+        "num_pages": _pool(rnd, asks, page_size, length),
+        "seed": rnd.randrange(100),
+    }
+    flushes = (rnd.randrange(20),) if rnd.random() < 0.05 else ()
+    return Workload(seed, options, tuple(asks), flushes)
+
+
+def _tokens(rnd: random.Random, count: int, vocab: int) -> list[int]:
+    return [rnd.randrange(2, vocab) for _ in range(count)]
+
+
+def _pool(rnd: random.Random, asks: list[Ask], page_size: int, length: int) -> int:
+    """The largest request's pages and a few more: requests must yield to each other."""
+
+    def pages(ask: Ask) -> int:
+        most = length if ask.params.max_tokens is None else ask.params.max_tokens
+        return -(-min(length, len(ask.prompt) + most - 1) // page_size)
+
+    needs = [pages(ask) for ask in asks if len(ask.prompt) < length]
+    largest = max(needs, default=1)
+    return largest + rnd.randint(0, max(1, largest)) if rnd.random() < 0.7 else sum(needs) + 1
+
+
+def _ask(rnd: random.Random, at: int, bases: list[list[int]], vocab: int, length: int) -> Ask:
+    tail = _tokens(rnd, rnd.randint(1, 10), vocab)
+    prompt = (rnd.choice(bases) + tail if rnd.random() < 0.6 else tail)[: length - 1]
+    if rnd.random() < 0.02:
+        prompt = _tokens(rnd, length, vocab)  # refused: no room for an output
+    abort = None
+    if rnd.random() < 0.2:
+        abort = rnd.choice(
+            (
+                Abort("step", at + rnd.randint(0, 12)),
+                Abort("token", rnd.randint(1, 4)),
+                Abort("end", 0),
+            )
+        )
+    return Ask(at, tuple(prompt), _params(rnd, vocab), abort)
+
+
+def _params(rnd: random.Random, vocab: int) -> SamplingParams:
+    fields: dict[str, Any] = {"max_tokens": rnd.choice((1, 2, 3, 4, 6, 8, 12, 16))}
+    if rnd.random() < 0.02:
+        fields["max_tokens"] = None
+
+    def maybe(chance: float, name: str, value: Callable[[], Any]) -> None:
+        if rnd.random() < chance:
+            fields[name] = value()
+
+    fields["temperature"] = rnd.choice((0.0, 0.0, 0.5, 1.0, 2.0))
+    maybe(0.15, "top_k", lambda: rnd.choice((-1, 1, 2, 5)))
+    maybe(0.15, "top_p", lambda: rnd.choice((0.3, 0.9)))
+    maybe(0.1, "min_p", lambda: rnd.choice((0.05, 0.5)))
+    maybe(0.15, "presence_penalty", lambda: rnd.choice((-1.0, 0.5, 2.0)))
+    maybe(0.15, "frequency_penalty", lambda: rnd.choice((-0.5, 1.0)))
+    maybe(0.15, "repetition_penalty", lambda: rnd.choice((0.8, 1.5)))
+    maybe(0.15, "logit_bias", lambda: {rnd.randrange(vocab): rnd.choice((-100.0, -1.0, 3.0, 7.0))})
+    maybe(0.4, "seed", lambda: rnd.choice((0, 7, -1, (1 << 63) - 1)))
+    maybe(0.3, "stop", lambda: _stops(rnd))
+    maybe(0.25, "stop_token_ids", lambda: [rnd.randrange(vocab) for _ in range(rnd.randint(1, 6))])
+    maybe(0.2, "ignore_eos", lambda: True)
+    maybe(0.2, "skip_special_tokens", lambda: False)
+    maybe(0.2, "logprobs", lambda: rnd.choice((0, 1, 3)))
+    maybe(0.1, "prompt_logprobs", lambda: rnd.choice((0, 2)))
+    maybe(0.15, "n", lambda: rnd.choice((2, 3)))
+    if fields["max_tokens"] is not None:
+        maybe(0.2, "min_tokens", lambda: rnd.randint(1, fields["max_tokens"]))
+    return SamplingParams(**fields)
+
+
+def _stops(rnd: random.Random) -> str | list[str]:
+    texts = ["".join(rnd.choice("abcd") for _ in range(rnd.randint(1, 4))) for _ in range(2)]
+    return rnd.choice((texts[0], texts, ["<eos>", texts[0]]))
+
+
+# --- running --------------------------------------------------------------------------------
+
+Row = tuple[float, int, tuple[int, ...], tuple[float, ...]]
+
+
+@dataclass
+class Told:
+    """All that one client heard of one choice.  Log-probabilities are (chosen, rank, best ids,
+    best values), cut to the width it asked for; those of the prompt by position."""
+
+    seed: int = 0
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[Row] = field(default_factory=list)
+    prompt_logprobs: dict[int, Row] = field(default_factory=dict)
+    finish: Finish | None = None
+    refused: str = ""
+
+    @property
+    def aborted(self) -> bool:
+        """Whether it gave up before its end."""
+        return self.finish is not None and self.finish.reason == "abort"
+
+
+Who = tuple[int, int]  # request of the workload, choice
+
+
+@dataclass
+class Run:
+    """What came of a workload: by client, and counts of what was met on the way."""
+
+    told: dict[Who, Told]
+    counts: Counter[str]
+    steps: int
+
+
+class Client:
+    """Plays a workload on an engine and holds it to one end each, balance and frontiers."""
+
+    def __init__(self, engine: Engine, work: Workload) -> None:
+        self.engine = engine
+        self.work = work
+        self.run = Run({}, Counter(), 0)
+        self._who: dict[int, Who] = {}  # by request id
+        self._rids: dict[Who, int] = {}
+        self._aborts: list[tuple[Who, Abort]] = []
+
+    def play(self) -> Run:
+        """Runs it to the end."""
+        asks = list(enumerate(self.work.asks))
+        while asks or self.engine.has_work:
+            step = self.run.steps
+            assert step < MOST_STEPS, "the engine makes no progress"
+            while asks and asks[0][1].at <= step:
+                self._add(*asks.pop(0))
+            if step in self.work.flushes:
+                self.engine.scheduler.flush_cache()
+            self._abort("step", lambda who, n: n <= step)
+            if self.engine.has_work and (outputs := self.engine.step()) is not None:
+                self._hear(outputs)
+            self._abort("token", lambda who, n: len(self.run.told[who].tokens) >= n)
+            self._abort("end", lambda who, n: self.run.told[who].finish is not None)
+            check_frontiers(self.engine.scheduler)
+            self.run.steps += 1
+        self._finish()
+        return self.run
+
+    def _add(self, index: int, ask: Ask) -> None:
+        try:
+            rids = self.engine.add(list(ask.prompt), ask.params)
+        except RequestError as error:
+            self.run.told[index, 0] = Told(refused=str(error))
+            self.run.counts["refused"] += 1
+            return
+        for choice, rid in enumerate(rids):
+            who = index, choice
+            self._who[rid], self._rids[who] = who, rid
+            self.run.told[who] = Told(seed=self.engine.scheduler._entries[rid].request.seed)
+            if ask.abort is not None:
+                self._aborts.append((who, ask.abort))
+
+    def _abort(self, when: str, due: Callable[[Who, int], bool]) -> None:
+        for who, abort in [*self._aborts]:
+            if abort.when == when and due(who, abort.n):
+                self._aborts.remove((who, abort))
+                rid = self._rids[who]
+                self.run.counts[f"abort {standing(self.engine.scheduler, rid)}"] += 1
+                self.engine.abort(rid)
+                self.engine.scheduler.check()
+
+    def _hear(self, outputs: Outputs) -> None:
+        told = self.run.told
+        rids, tokens = outputs.rids.tolist(), outputs.tokens.tolist()
+        assert len(rids) == len(tokens) == len({*rids}), "a request got two tokens of one step"
+        for rid, token in zip(rids, tokens, strict=True):
+            one = told[self._who[rid]]
+            assert one.finish is None, "a token after the end"
+            one.tokens.append(token)
+        for rid in outputs.first:
+            assert len(told[self._who[rid]].tokens) == 1, "a first token that is not the first"
+        self._hear_logprobs(outputs)
+        for finish in outputs.finishes:
+            one = told[self._who[finish.rid]]
+            assert one.finish is None, "two ends"
+            one.finish = finish
+            assert finish.tokens.tolist() == one.tokens, "the end lists other tokens than came"
+
+    def _hear_logprobs(self, outputs: Outputs) -> None:
+        if (values := outputs.logprobs) is not None:
+            for i, row in enumerate(values.rows.tolist()):
+                who = self._who[int(outputs.rids[row])]
+                width = self.work.asks[who[0]].params.logprobs
+                assert width is not None, "log-probabilities that nobody asked for"
+                self.run.told[who].logprobs.append(_row(values, i, width))
+        for prompt in outputs.prompt_logprobs:
+            who = self._who[prompt.rid]
+            width = self.work.asks[who[0]].params.prompt_logprobs
+            assert width is not None, "prompt log-probabilities that nobody asked for"
+            heard = self.run.told[who].prompt_logprobs
+            for i, row in enumerate(prompt.values.rows.tolist()):
+                value = _row(prompt.values, i, width)
+                assert heard.setdefault(prompt.start + row, value) == value, "told two values"
+
+    def _finish(self) -> None:
+        for who, one in self.run.told.items():
+            assert one.refused or one.finish is not None, f"{who} never heard its end"
+            params = self.work.asks[who[0]].params
+            if not one.refused and params.logprobs is not None:
+                assert len(one.logprobs) == len(one.tokens), "a token without log-probabilities"
+        self.engine.scheduler.check_at_rest()
+        self.run.counts.update(self.engine.scheduler.life.counters.as_dict())
+        self.engine.close()
+
+
+def _row(values: LogprobRows, i: int, width: int) -> Row:
+    ids = values.top_ids.reshape(len(values.rows), values.width)[i, :width]
+    best = values.top.reshape(len(values.rows), values.width)[i, :width]
+    return float(values.chosen[i]), int(values.rank[i]), tuple(ids.tolist()), tuple(best.tolist())
+
+
+def standing(scheduler: Scheduler, rid: int) -> str:
+    """Where a request stands, for the counts of aborts."""
+    entry = scheduler._entries.get(rid)
+    if entry is None:
+        ghosts = scheduler.life.ghosts
+        return "overshoot" if any(scheduler.table.rid[slot] == rid for slot in ghosts) else "ended"
+    if not entry.slot:
+        return entry.stage.value
+    flying = " in flight" if scheduler.table.pins[entry.slot] else ""
+    return entry.stage.value + flying
+
+
+def check_frontiers(scheduler: Scheduler) -> None:
+    """What DESIGN section 4 says of frontiers, held from outside after every step."""
+    table, size = scheduler.table, scheduler.limits.page_size
+    settled = table.planned - table.in_flight
+    assert (settled >= 0).all(), "in flight is more than planned"
+    assert (table.held * size <= settled).all(), "a page in the tree is not settled"
+    assert not scheduler.store.tree.holders[scheduler.store.free.listed()].any(), (
+        "a free page is held"
+    )
+    held = np.zeros(scheduler.store.num_pages, np.int64)
+    for slot in range(table.num_slots):
+        np.add.at(held, table.pages_of(slot)[: table.held[slot]], 1)
+    assert (held == scheduler.store.tree.holders).all(), "holders are not the slots that hold"
+    assert scheduler.life.running <= scheduler.limits.max_rows, "too many rows"
+
+
+def play(work: Workload, variant: Variant = ORACLE) -> Run:
+    """The workload on a toy engine of this variant."""
+    return Client(toy_engine(work.options, variant), work).play()
+
+
+# --- comparing ------------------------------------------------------------------------------
+
+
+def differences(oracle: Run, other: Run, compare: Callable[[Told, Told], str]) -> list[str]:
+    """One line for each client that was told something else."""
+    assert oracle.told.keys() == other.told.keys()
+    lines = ((who, compare(one, other.told[who])) for who, one in oracle.told.items())
+    return [f"request {ask} choice {choice}: {line}" for (ask, choice), line in lines if line]
+
+
+def exactly(one: Told, two: Told) -> str:
+    """What differs by promise 1 on a model whose numbers are exact; "" if nothing does."""
+    if one.refused or two.refused:
+        return "" if one.refused == two.refused else f"refused: {one.refused!r}, {two.refused!r}"
+    short = min(len(one.tokens), len(two.tokens))
+    cut = one.aborted or two.aborted
+    if one.tokens[:short] != two.tokens[:short] or (not cut and len(one.tokens) != len(two.tokens)):
+        return f"tokens {one.tokens} and {two.tokens}"
+    if one.logprobs[:short] != two.logprobs[:short]:
+        return f"logprobs {one.logprobs} and {two.logprobs}"
+    shared = one.prompt_logprobs.keys() & two.prompt_logprobs.keys() if cut else None
+    for at in shared if cut else one.prompt_logprobs.keys() | two.prompt_logprobs.keys():
+        if one.prompt_logprobs.get(at) != two.prompt_logprobs.get(at):
+            return f"prompt logprobs at {at}"
+    if not one.aborted and two.aborted and len(two.tokens) > len(one.tokens):
+        return "an aborted request got more than a finished one"
+    return "" if cut or ends_of(one) == ends_of(two) else f"ends {ends_of(one)}, {ends_of(two)}"
+
+
+def ends_of(told: Told) -> tuple[str, int | str | None, int, int]:
+    """Reason, stop reason, bytes behind the stop, and tokens billed."""
+    assert told.finish is not None
+    end = told.finish
+    return end.reason, end.stop_reason, end.stop_end_bytes, len(end.tokens)
+
+
+def check(
+    seed: int,
+    variants: Sequence[Variant],
+    make: Callable[[int], Workload] = workload,
+    player: Callable[[Workload, Variant], Run] = play,
+    compare: Callable[[Told, Told], str] = exactly,
+) -> tuple[Run, Counter[str]]:
+    """Plays a seed's workload on the oracle and on each variant; the oracle's run and all counts.
+
+    AssertionError with one line that replays the smallest workload found that still fails.
+    """
+    work = make(seed)
+
+    def fault(kept: Sequence[int], variant: Variant) -> str:
+        try:
+            smaller = work.keeping(kept)
+            lines = differences(player(smaller, ORACLE), player(smaller, variant), compare)
+        except AssertionError as error:
+            return f"{type(error).__name__}: {error}"
+        return "; ".join(lines)
+
+    everyone = list(range(len(work.asks)))
+    try:
+        oracle = player(work, ORACLE)
+        counts = Counter(oracle.counts)
+        for variant in variants:
+            run = player(work, variant)
+            counts.update(run.counts)
+            assert not differences(oracle, run, compare), variant
+    except AssertionError:
+        variant, kept, line = _shrunk(everyone, [ORACLE, *variants], fault)
+        raise AssertionError(
+            f"{line}\nreplay: python tests/harness.py --seed {seed} "
+            f"--keep {','.join(map(str, kept))} {variant}"
+        ) from None
+    return oracle, counts
+
+
+def _shrunk(
+    everyone: list[int], variants: list[Variant], fault: Callable[[Sequence[int], Variant], str]
+) -> tuple[Variant, list[int], str]:
+    """Drops requests one by one as long as some variant still fails."""
+    variant = next((v for v in variants if fault(everyone, v)), variants[-1])
+    kept = everyone
+    for index in everyone:
+        fewer = [i for i in kept if i != index]
+        if fewer and fault(fewer, variant):
+            kept = fewer
+    return variant, kept, fault(kept, variant) or "failed once, not again"
+
+
+def main() -> None:
+    """Replays one line."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--keep", default="", help="numbers of the requests to keep, all if empty")
+    parser.add_argument("--loop", default="overlap")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device-seed", type=int, default=0)
+    given = parser.parse_args()
+    work = workload(given.seed)
+    if given.keep:
+        work = work.keeping([int(i) for i in given.keep.split(",")])
+    print(work.options)
+    for ask in work.asks:
+        print(ask)
+    variant = Variant(given.loop, given.device, given.device_seed)
+    for line in differences(play(work), play(work, variant), exactly) or ["no difference"]:
+        print(line)
+
+
+if __name__ == "__main__":
+    main()
