@@ -27,6 +27,7 @@ from stepahead.engine import Engine
 from stepahead.errors import RequestError
 from stepahead.loop.base import Executor, Flight
 from stepahead.plan import Plan
+from stepahead.scheduler.check import check as check_balance
 from stepahead.scheduler.scheduler import Scheduler
 from stepahead.scheduler.stop import Vocabulary
 from stepahead.types import Finish, LogprobRows, Outputs, SamplingParams
@@ -39,14 +40,18 @@ MOST_STEPS = 3000
 
 @dataclass(frozen=True)
 class Variant:
-    """How to run a workload: the loop, and what stands for the device."""
+    """How to run a workload: the loop, what stands for the device, a depth unless the loop's."""
 
     loop: str = "serial"
     device: str = "cpu"
     device_seed: int = 0
+    depth: int = 0
 
     def __str__(self) -> str:
-        return f"--loop {self.loop} --device {self.device} --device-seed {self.device_seed}"
+        return (
+            f"--loop {self.loop} --device {self.device} "
+            f"--device-seed {self.device_seed} --depth {self.depth}"
+        )
 
 
 ORACLE = Variant()
@@ -104,7 +109,9 @@ def toy_engine(
     toy = toy_of(options)
     executor = paper(settled, toy) if variant.device == "paper" else inline(settled)
     vocabulary = Vocabulary(pieces(toy.vocab_size), toy.specials)
-    return Engine(settled, Tap(executor, on_plan), vocabulary)
+    engine = Engine(settled, Tap(executor, on_plan), vocabulary)
+    engine._core.depth = variant.depth or engine._core.depth
+    return engine
 
 
 def paper(settled: Resolved, toy: Toy) -> Executor:
@@ -164,7 +171,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Workload:
-    """Everything that happens, as data.  `flushes` are the steps before which the cache is emptied."""
+    """Everything that happens, as data.  The cache is emptied before the steps in `flushes`."""
 
     seed: int
     options: dict[str, Any]
@@ -183,7 +190,7 @@ def workload(seed: int) -> Workload:
     bases = [_tokens(rnd, rnd.choice((4, 8, 16)), vocab) for _ in range(2)]
     asks = []
     at = 0
-    for _ in range(rnd.randint(2, 6)):
+    for _ in range(rnd.choice((2, 3, 4, 5, 6)) if rnd.random() < 0.97 else 20):
         at += rnd.choice((0, 0, 0, 1, 2, 3, 9))
         asks.append(_ask(rnd, at, bases, vocab, length))
     page_size = rnd.choice((1, 2, 4, 16))
@@ -222,15 +229,13 @@ def _ask(rnd: random.Random, at: int, bases: list[list[int]], vocab: int, length
     prompt = (rnd.choice(bases) + tail if rnd.random() < 0.6 else tail)[: length - 1]
     if rnd.random() < 0.02:
         prompt = _tokens(rnd, length, vocab)  # refused: no room for an output
-    abort = None
-    if rnd.random() < 0.2:
-        abort = rnd.choice(
-            (
-                Abort("step", at + rnd.randint(0, 12)),
-                Abort("token", rnd.randint(1, 4)),
-                Abort("end", 0),
-            )
-        )
+    points = (
+        Abort("step", at + rnd.choice((0, 1, 1, 2, 2, 3, 5, 9))),
+        Abort("step", at + rnd.choice((0, 1, 1, 2, 2, 3, 5, 9))),
+        Abort("token", rnd.randint(1, 4)),
+        Abort("end", 0),
+    )
+    abort = rnd.choice(points) if rnd.random() < 0.25 else None
     return Ask(at, tuple(prompt), _params(rnd, vocab), abort)
 
 
@@ -325,7 +330,7 @@ class Client:
                 self._add(*asks.pop(0))
             if step in self.work.flushes:
                 self.engine.scheduler.flush_cache()
-            self._abort("step", lambda who, n: n <= step)
+            self._abort("step", lambda who, n: n <= self.run.steps)
             if self.engine.has_work and (outputs := self.engine.step()) is not None:
                 self._hear(outputs)
             self._abort("token", lambda who, n: len(self.run.told[who].tokens) >= n)
@@ -356,7 +361,7 @@ class Client:
                 rid = self._rids[who]
                 self.run.counts[f"abort {standing(self.engine.scheduler, rid)}"] += 1
                 self.engine.abort(rid)
-                self.engine.scheduler.check()
+                check_frontiers(self.engine.scheduler)
 
     def _hear(self, outputs: Outputs) -> None:
         told = self.run.told
@@ -421,18 +426,19 @@ def standing(scheduler: Scheduler, rid: int) -> str:
 
 
 def check_frontiers(scheduler: Scheduler) -> None:
-    """What DESIGN section 4 says of frontiers, held from outside after every step."""
+    """Balance, and what the design says of frontiers, held from outside after every step."""
+    check_balance(scheduler.life, scheduler._launched)
     table, size = scheduler.table, scheduler.limits.page_size
     settled = table.planned - table.in_flight
     assert (settled >= 0).all(), "in flight is more than planned"
     assert (table.held * size <= settled).all(), "a page in the tree is not settled"
-    assert not scheduler.store.tree.holders[scheduler.store.free.listed()].any(), (
-        "a free page is held"
-    )
-    held = np.zeros(scheduler.store.num_pages, np.int64)
+    store = scheduler.store
+    holders = np.array(store.tree.holders)
+    assert not holders[store.free.listed()].any(), "a free page is held"
+    held = np.zeros(store.num_pages, np.int64)
     for slot in range(table.num_slots):
         np.add.at(held, table.pages_of(slot)[: table.held[slot]], 1)
-    assert (held == scheduler.store.tree.holders).all(), "holders are not the slots that hold"
+    assert (held == holders).all(), "holders are not the slots that hold"
     assert scheduler.life.running <= scheduler.limits.max_rows, "too many rows"
 
 
@@ -483,6 +489,7 @@ def check(
     make: Callable[[int], Workload] = workload,
     player: Callable[[Workload, Variant], Run] = play,
     compare: Callable[[Told, Told], str] = exactly,
+    oracle: Variant = ORACLE,
 ) -> tuple[Run, Counter[str]]:
     """Plays a seed's workload on the oracle and on each variant; the oracle's run and all counts.
 
@@ -493,26 +500,26 @@ def check(
     def fault(kept: Sequence[int], variant: Variant) -> str:
         try:
             smaller = work.keeping(kept)
-            lines = differences(player(smaller, ORACLE), player(smaller, variant), compare)
+            lines = differences(player(smaller, oracle), player(smaller, variant), compare)
         except AssertionError as error:
             return f"{type(error).__name__}: {error}"
         return "; ".join(lines)
 
     everyone = list(range(len(work.asks)))
     try:
-        oracle = player(work, ORACLE)
-        counts = Counter(oracle.counts)
+        right = player(work, oracle)
+        counts = Counter(right.counts)
         for variant in variants:
             run = player(work, variant)
             counts.update(run.counts)
-            assert not differences(oracle, run, compare), variant
+            assert not differences(right, run, compare), variant
     except AssertionError:
-        variant, kept, line = _shrunk(everyone, [ORACLE, *variants], fault)
+        variant, kept, line = _shrunk(everyone, [oracle, *variants], fault)
         raise AssertionError(
             f"{line}\nreplay: python tests/harness.py --seed {seed} "
             f"--keep {','.join(map(str, kept))} {variant}"
         ) from None
-    return oracle, counts
+    return right, counts
 
 
 def _shrunk(
@@ -536,6 +543,7 @@ def main() -> None:
     parser.add_argument("--loop", default="overlap")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--device-seed", type=int, default=0)
+    parser.add_argument("--depth", type=int, default=0)
     given = parser.parse_args()
     work = workload(given.seed)
     if given.keep:
@@ -543,8 +551,9 @@ def main() -> None:
     print(work.options)
     for ask in work.asks:
         print(ask)
-    variant = Variant(given.loop, given.device, given.device_seed)
-    for line in differences(play(work), play(work, variant), exactly) or ["no difference"]:
+    variant = Variant(given.loop, given.device, given.device_seed, given.depth)
+    oracle = Variant(device="paper" if given.device == "paper" else "cpu")
+    for line in differences(play(work, oracle), play(work, variant), exactly) or ["the same"]:
         print(line)
 
 

@@ -136,14 +136,12 @@ class PaperRunner:
             tokens.append(token)
             if owner.join.params.logprobs is not None:
                 rows.append((index, token, logits, owner.join.params.logprobs))
-        prompts = tuple(
-            p for slot, start, count, _ in chunks if (p := self._prompt(slot, start, count))
-        )
+        prompts = [self._prompt(slot, start, count) for slot, start, count, _ in chunks]
         return Result(
             plan.step,
             np.array(tokens, np.int32),
             logprobs=scored(rows) if rows else None,
-            prompt_logprobs=prompts,
+            prompt_logprobs=tuple(filter(None, prompts)),
         )
 
     def _next(self, owner: _Owner) -> tuple[int, np.ndarray]:
@@ -162,14 +160,10 @@ class PaperRunner:
         targets = range(start + 1, min(start + count + 1, split))
         if width is None or not targets:
             return None
+        logits = [logits_of(state_of(np.array(read[:at])), self.toy.vocab_size) for at in targets]
         rows = [
-            (
-                i,
-                int(owner.join.tokens[at]),
-                logits_of(state_of(np.array(read[:at])), self.toy.vocab_size),
-                width,
-            )
-            for i, at in enumerate(targets)
+            (i, int(owner.join.tokens[at]), values, width)
+            for i, (at, values) in enumerate(zip(targets, logits, strict=True))
         ]
         return PromptRows(slot, start + 1, scored(rows))
 

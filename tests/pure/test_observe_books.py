@@ -200,6 +200,49 @@ def test_a_step_in_flight_at_a_mark_is_split_there(batch: int) -> None:
     assert_balanced(since)
 
 
+def test_a_mark_beyond_the_last_landing_waits_for_the_next_one() -> None:
+    host = Host(batch=8)
+    host.does(Stage.LAUNCH, 10)
+    host.does(Stage.WAIT, 10)
+    host.books.busy(0, START_NS + 10, START_NS + 20)
+    for stage in (Stage.RETIRE, Stage.PLAN, Stage.LAUNCH, Stage.WAIT):
+        host.does(stage, 10)  # step 1 runs since 50
+    mark = host.books.mark()
+    host.does(Stage.PLAN, 10)  # folds
+    assert len(host.books._stages) < 8
+    host.does(Stage.WAIT, 10)
+    host.books.busy(1, START_NS + 50, START_NS + 75)
+    assert host.books.summary(since=mark).busy_ns == 15
+    for _ in range(20):
+        host.does(Stage.RETIRE, 1)
+    since = host.books.summary(since=mark)
+    assert (since.wall_ns, since.busy_ns, since.steps) == (40, 15, 1)
+    assert host.books.summary().busy_ns == 35
+
+
+def test_folding_while_a_step_is_in_flight_changes_nothing() -> None:
+    once = Host()
+    overlap(once, 100)
+    for batch in (13, 16, 64):
+        batched = Host(batch=batch)
+        overlap(batched, 100)
+        assert batched.books.summary() == once.books.summary()
+
+
+def test_events_stay_disjoint_across_a_fold() -> None:
+    host = Host(batch=8)
+    serial(host, 3)
+    for _ in range(8):
+        host.does(Stage.IDLE, MS)
+    assert len(host.books._steps) == 0  # all folded
+    host.books.busy(3, START_NS, host.clock.now_ns - MS)  # says it ran all the while
+    host.books.busy(4, 0, 0)
+    events = host.books.recent()
+    assert events.step.tolist() == [0, 1, 2, 3, 4]
+    assert np.all(events.busy_start_ns[1:] >= events.busy_end_ns[:-1])
+    assert np.all(events.busy_end_ns >= events.busy_start_ns)
+
+
 def test_memory_stays_bounded_and_nothing_is_lost_from_the_totals() -> None:
     host = Host(batch=64, keep=100)
     serial(host, 1000)
@@ -267,6 +310,9 @@ def test_steps_whose_window_left_the_ring_have_no_books() -> None:
     steps = host.books.per_step()
     assert steps.step.tolist() == [46, 47, 48, 49]
     assert steps.wall_ns.tolist() == [16 * MS] * 4
+    for _ in range(23):
+        host.does(Stage.IDLE, 1)
+    assert host.books.per_step().wall_ns.tolist() == []
     assert Host().books.per_step().wall_ns.tolist() == []
 
 
@@ -278,10 +324,11 @@ class Schedule:
     runs: list[tuple[int, int, int]]
 
 
-SCHEDULES = st.builds(
-    Schedule,
-    segments=st.lists(st.tuples(st.sampled_from(Stage), st.integers(1, 6)), max_size=150),
-    runs=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 20), st.integers(0, 6))),
+SEGMENT = st.tuples(st.sampled_from(Stage), st.integers(1, 6))
+RUN = st.tuples(st.integers(0, 9), st.integers(0, 20), st.integers(0, 6))
+SCHEDULES = st.builds(Schedule, st.lists(SEGMENT, max_size=150), st.lists(RUN))
+LONG_SCHEDULES = st.builds(
+    Schedule, st.lists(SEGMENT, min_size=100, max_size=200), st.lists(RUN, min_size=20)
 )
 
 
@@ -330,7 +377,7 @@ def test_the_books_agree_with_counting_by_hand(schedule: Schedule) -> None:
     assert_balanced(summary)
 
 
-@given(SCHEDULES)
+@given(LONG_SCHEDULES)
 def test_folding_in_batches_changes_nothing(schedule: Schedule) -> None:
     # a run of 20 ns lands within 6 ns and segments last 1 ns at least: never half a batch late
     once, batched = play(schedule, batch=1 << 30), play(schedule, batch=64)

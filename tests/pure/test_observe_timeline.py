@@ -69,6 +69,9 @@ def test_a_boundary_before_the_first_host_segment_is_refused() -> None:
         boundary(known, 100)
     assert boundary(known, 101).gap_ns == 10
     assert typical_step(known) == 101
+    gaps_ns = (0, 1, 2, 2, 3, 9, 0)  # 3 and 9 are steady and known; with the 2s it would be 2
+    more = events([(gap_ns, 50) for gap_ns in gaps_ns], [(Stage.PLAN, 200)])
+    assert typical_step(more) == 103
 
 
 def test_the_typical_gap_is_the_median_of_steady_steps() -> None:

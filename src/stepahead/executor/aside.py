@@ -1,4 +1,4 @@
-"""Jobs done in order, out of the way of the thread that hands them over.  Knows no job's meaning."""
+"""Jobs done in order, out of the way of the thread that gives them.  Knows no job's meaning."""
 
 from __future__ import annotations
 

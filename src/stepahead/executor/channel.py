@@ -47,12 +47,12 @@ class Channel:
         Without that, a large frame would wait for a peer that is in a forward.  OSError when the
         other side is known to be gone.
         """
-        frame: bytes | memoryview = _HEADER.pack(len(payload), kind) + payload
+        frame = _HEADER.pack(len(payload), kind) + payload
         if self._backlog.idle:
             sent = self._send_some(frame)
             if sent == len(frame):
                 return
-            frame = memoryview(frame)[sent:]
+            frame = frame[sent:]
         self._backlog.put(partial(self._send_rest, frame))
 
     def _send_some(self, frame: bytes) -> int:
@@ -61,7 +61,7 @@ class Channel:
         except BlockingIOError:
             return 0
 
-    def _send_rest(self, frame: bytes | memoryview) -> None:
+    def _send_rest(self, frame: bytes) -> None:
         # The other side is gone: whoever receives from it, or sends next, is told so.
         with contextlib.suppress(OSError):
             self._sock.sendall(frame)

@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from weakref import WeakMethod
 
 # -P and the parent's sys.path first: nothing in the current folder may stand in for a module.
 _BOOT = (
@@ -38,10 +39,11 @@ class Child:
 
     One thread starts it, waits for its end and then calls `on_end`.  It is that thread's child: the
     kernel ties the death signal to the thread that forked, and the caller's may end before the
-    engine does.
+    engine does.  `on_end` is weak: were the thread to hold the channel, an executor that is dropped
+    without close() would not close its socket, which ends the worker.
     """
 
-    def __init__(self, sock: socket.socket, on_end: Callable[[], None]) -> None:
+    def __init__(self, sock: socket.socket, on_end: WeakMethod[Callable[[], None]]) -> None:
         """Takes `sock`, the child's end of the channel, over; OSError when nothing can start."""
         started: Future[subprocess.Popen[bytes]] = Future()
         self._keeper = threading.Thread(
@@ -77,7 +79,7 @@ class Child:
         return f"was killed by {_signal_name(-code)}{_HINTS.get(-code, '')}"
 
 
-_HINTS = {
+_HINTS: dict[int, str] = {
     signal.SIGKILL: "; the kernel does that when memory runs out: see dmesg, ask for fewer pages",
     signal.SIGSEGV: "; its Python stacks are on stderr",
 }
@@ -91,7 +93,9 @@ def _signal_name(number: int) -> str:
 
 
 def _keep(
-    sock: socket.socket, started: Future[subprocess.Popen[bytes]], on_end: Callable[[], None]
+    sock: socket.socket,
+    started: Future[subprocess.Popen[bytes]],
+    on_end: WeakMethod[Callable[[], None]],
 ) -> None:
     # The child inherits this: Ctrl-C goes to the whole terminal, and the parent is to decide.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -103,7 +107,8 @@ def _keep(
         return
     started.set_result(process)
     process.wait()
-    on_end()
+    if (tell := on_end()) is not None:
+        tell()
 
 
 def _start(fd: int) -> subprocess.Popen[bytes]:

@@ -47,10 +47,8 @@ def encode_build_failure(error: BaseException) -> bytes:
     """What ended the building of a runner, as bytes."""
     if isinstance(error, StepaheadError) and not isinstance(error, RequestError):
         # The nearest type that the host knows too: a model's own is not importable there.
-        known = (
-            kind.__name__ for kind in type(error).__mro__ if kind.__module__ == errors.__name__
-        )
-        return msgspec.msgpack.encode((next(known), str(error)))
+        known = next(kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
+        return msgspec.msgpack.encode((known.__name__, str(error)))
     type_name, message = _in_house_words(error)
     return msgspec.msgpack.encode((type_name, f"{message}\n{_trace(error)}"))
 

@@ -64,11 +64,8 @@ class ProcessExecutor:
         self._channel = Channel(ours)
         self._flights: deque[ProcessFlight] = deque()
         self._closed = False
-        # The keeper must not hold the channel: an executor that is dropped without close() closes
-        # its socket, and that ends the worker.
-        hang_up = WeakMethod(self._channel.hang_up)
         try:
-            self._child = Child(theirs, lambda: _call(hang_up))
+            self._child = Child(theirs, WeakMethod(self._channel.hang_up))
         except BaseException:
             self._channel.close()
             raise
@@ -141,8 +138,3 @@ class ProcessExecutor:
         return RunnerDied(
             f"the runner's process {self.pid} {self._child.end()}; start the engine again"
         )
-
-
-def _call(method: WeakMethod) -> None:
-    if (bound := method()) is not None:
-        bound()

@@ -1,4 +1,4 @@
-"""Offline use, and what every front end shares: an assembled engine, and answers made of its outputs.
+"""Offline use, and what every front end shares: prompts read, answers made of the engine's outputs.
 
 Knows prompts, texts and answers; not what a plan says, nor where a step runs.  Loads no torch.
 """

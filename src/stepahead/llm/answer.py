@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from stepahead.text.texts import TextStream, Texts, decode_after
+from stepahead.text.texts import Texts, TextStream, decode_after
 from stepahead.types import (
     CompletionOutput,
     Finish,
@@ -41,6 +41,11 @@ class Answer:
         self._seen = ""  # all text that came out of the stream
         if streaming:
             self._stream = texts.stream(params.skip_special_tokens, prompt_ids)
+
+    @property
+    def streaming(self) -> bool:
+        """Whether its text is told piece by piece."""
+        return self._stream is not None
 
     def push(self, token: int) -> str:
         """Takes a token that is not the last; the text that can be told now."""

@@ -7,8 +7,9 @@ Knows outputs and texts; steps no engine, writes nowhere.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from stepahead.llm.answer import Alternatives, Answer, alternatives
 from stepahead.llm.prompts import Prompt
@@ -34,7 +35,7 @@ class Delta:
     held back.
     """
 
-    key: Hashable
+    key: Any
     index: int
     text: str
     token_ids: list[int]
@@ -48,14 +49,14 @@ class News:
     """What one step brought: `deltas` of streamed requests, and `done`, all requests that ended."""
 
     deltas: list[Delta] = field(default_factory=list)
-    done: list[tuple[Hashable, RequestOutput]] = field(default_factory=list)
+    done: list[tuple[Any, RequestOutput]] = field(default_factory=list)
 
 
 class _Asked:
     """A prompt whose choices are not all ended."""
 
     def __init__(
-        self, key: Hashable, prompt: Prompt, answers: Sequence[Answer], arrival_s: float
+        self, key: Any, prompt: Prompt, answers: Sequence[Answer], arrival_s: float
     ) -> None:
         self.key = key
         self.prompt = prompt
@@ -97,7 +98,7 @@ class Collector:
 
     def open(
         self,
-        key: Hashable,
+        key: Any,
         prompt: Prompt,
         params: SamplingParams,
         rids: Sequence[int],
@@ -194,7 +195,7 @@ class Collector:
             news.done.append((asked.key, asked.output(now_s)))
 
 
-def _last_delta(key: Hashable, output: CompletionOutput, rest: str, told: int) -> Delta:
+def _last_delta(key: Any, output: CompletionOutput, rest: str, told: int) -> Delta:
     return Delta(
         key,
         output.index,

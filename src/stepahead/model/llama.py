@@ -102,6 +102,7 @@ class Llama(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.spec = spec
+        self.vocab_size = spec.vocab_size
         self.embed = Embedding(spec.vocab_size, spec.hidden_size)
         self.rope = Rope(spec.rope, spec.head_dim, spec.max_len)
         self.layers = nn.ModuleList(Layer(spec, index) for index in range(spec.num_layers))

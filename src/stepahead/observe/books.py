@@ -289,15 +289,9 @@ class Books:
     def per_step(self) -> StepBooks:
         """Both books of each recent step whose whole window is still among the raw events."""
         events = self.recent()
-        cuts_ns = events.busy_end_ns
-        step = events.step[1:]
-        if events.start_ns[0] == self._start_ns:  # nothing was dropped: the first window is known
-            cuts_ns = np.concatenate(([self._start_ns], cuts_ns))
-            step = events.step
-        if len(cuts_ns) < 2:
-            return StepBooks(events.step[:0], np.zeros((0, len(Stage), 2), np.int64))
-        lost = int(np.searchsorted(cuts_ns, events.start_ns[0]))
-        return StepBooks(step[lost:], tally(events, cuts_ns[lost:]))
+        cuts_ns = np.concatenate(([self._start_ns], events.busy_end_ns))
+        lost = int(np.searchsorted(cuts_ns[:-1], events.start_ns[0]))
+        return StepBooks(events.step[lost:], tally(events, cuts_ns[lost:]))
 
     def _fold(self) -> None:
         """Moves into the totals what can't change any more.

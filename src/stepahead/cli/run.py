@@ -1,0 +1,182 @@
+"""`stepahead run`: a file of prompts in, a file of answers out, and what is done stays done.
+
+Knows lines and answers; keeps a window of requests in the engine, whatever the file's length.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+from rich.console import Console
+
+from stepahead.cli.jsonl import AnswerFile, Line, answered, count_lines, failed, read_lines
+from stepahead.cli.options import ChatTemplate, EngineFlags, Quiet, SamplingFlags, given, open_model
+from stepahead.cli.tables import Summary, summary_table
+from stepahead.errors import ConfigError, EngineError, RequestError
+from stepahead.llm.collect import Collector, News
+from stepahead.llm.figures import RunTally
+from stepahead.llm.interrupt import Interruption
+from stepahead.llm.offline import LLM, count_news
+from stepahead.llm.progress import Bar
+from stepahead.llm.prompts import Prompt, read_chat, read_prompt
+from stepahead.types import params_from
+
+_MAX_TOKENS = 256
+_WINDOW_ROWS = 4  # requests in the engine, in steps' worth of rows
+_FED_AT_ONCE = 64  # lines tokenized between two steps: more would keep the device waiting
+
+
+def run(
+    model: str,
+    /,
+    *,
+    input: Annotated[Path, Parameter(help="Lines of JSON with the prompts.")],
+    output: Annotated[Path, Parameter(help="Where the answers go, a line each, as they end.")],
+    chat_template: ChatTemplate = None,
+    quiet: Quiet = False,
+    sampling: SamplingFlags = None,
+    engine: EngineFlags = None,
+) -> int:
+    """Answer a file of prompts.
+
+    A line of the input is {"prompt": "..."}, {"messages": [...]} or {"prompt_token_ids": [...]}, if
+    you like with an "id" (else it is the line's number) and with sampling parameters of its own.
+    Answers come as they end, with "id" and "line". After an interruption run the same command
+    again: what is answered is not asked again. Exit code 1 if some lines failed.
+
+    Parameters
+    ----------
+    model
+        A Hugging Face folder, a .gguf file, or `toy`.
+    """
+    if output.exists() and input.exists() and output.samefile(input):
+        raise ConfigError(f"--input and --output are both {input}; name another output")
+    defaults = {"max_tokens": _MAX_TOKENS, **given(sampling)}
+    params_from(defaults)  # a bad default is told before the model is loaded
+    total = count_lines(input)
+    with (
+        AnswerFile(output) as answers,
+        open_model(model, engine, chat_template, quiet) as llm,
+        Bar(total, False if quiet else None, len(answers.done)) as bar,
+    ):
+        batch = Batch(llm, answers, defaults, bar)
+        mark, began_s = llm.engine.books.mark(), time.monotonic()
+        batch.run(read_lines(input))
+        summary = Summary(batch.tally, time.monotonic() - began_s, llm.engine.books.summary(mark))
+    if not quiet:
+        _show(batch, summary)
+    return _tell_end(batch, llm.engine.failure)
+
+
+class Batch:
+    """Lines on their way through the engine."""
+
+    def __init__(self, llm: LLM, answers: AnswerFile, defaults: dict[str, Any], bar: Bar) -> None:
+        self.tally = RunTally()
+        self.failed = 0
+        self.skipped = 0
+        self.interrupted = False
+        self.answers = answers
+        self._llm = llm
+        self._defaults = defaults
+        self._bar = bar
+        self._collector = Collector(llm.tokenizer)
+        self._window = _WINDOW_ROWS * llm.resolved.config.max_rows
+        self._lines: dict[int, Line] = {}  # asked and not answered, by number
+
+    def run(self, lines: Iterator[Line]) -> None:
+        """Asks all lines; returns early when interrupted or when the engine fails."""
+        engine = self._llm.engine
+        with Interruption() as interruption:
+            while not interruption.asked and engine.failure is None:
+                self._feed(lines)
+                if not engine.has_work:
+                    break
+                outputs = self._llm.step()
+                if outputs is not None:
+                    news = self._collector.take(outputs)
+                    self._write(news)
+                    count_news(self._bar, news, outputs)
+        if interruption.asked:
+            self.interrupted = True
+            self._llm.drain(self._collector.rids())
+
+    def _feed(self, lines: Iterator[Line]) -> None:
+        fed = 0
+        while fed < _FED_AT_ONCE and len(self._collector) < self._window:
+            line = next(lines, None)
+            if line is None:
+                return
+            if line.error is None and line.id in self.answers.done:
+                self.skipped += 1
+                continue
+            fed += 1
+            try:
+                self._ask(line)
+            except RequestError as error:
+                self._fail(line, error)
+
+    def _ask(self, line: Line) -> None:
+        if line.error is not None:
+            raise line.error
+        fields = dict(line.fields)
+        prompt = self._prompt(fields)
+        params = params_from(self._defaults | {"seed": self._seed(line)} | fields)
+        rids = self._llm.engine.add(prompt.ids, params)
+        self._lines[line.number] = line
+        self._collector.open(line.number, prompt, params, rids)
+
+    def _seed(self, line: Line) -> int:
+        # of the line alone, so that a run that was resumed answers as one that was not
+        seed = self._llm.resolved.config.seed
+        return (seed * 0x9E3779B97F4A7C15 + line.number) % (1 << 63)
+
+    def _prompt(self, fields: dict[str, Any]) -> Prompt:
+        texts = self._llm.tokenizer
+        if "messages" in fields:
+            return read_chat(fields.pop("messages"), texts)
+        key = "prompt" if "prompt" in fields else "prompt_token_ids"
+        return read_prompt({key: fields.pop(key)}, texts)
+
+    def _write(self, news: News) -> None:
+        for number, output in news.done:
+            line = self._lines.pop(number)
+            errors = [choice.error for choice in output.outputs if choice.finish_reason == "error"]
+            if errors:
+                failure = self._llm.engine.failure
+                self._fail(line, failure or EngineError(errors[0]))
+            else:
+                self.answers.write(answered(line, output))
+                self.tally.add(output)
+
+    def _fail(self, line: Line, error: Exception) -> None:
+        self.failed += 1
+        self.answers.write(failed(line, error))
+        if not isinstance(error, EngineError):
+            print(f"stepahead: line {line.number}: {error}", file=sys.stderr)
+
+
+def _show(batch: Batch, summary: Summary) -> None:
+    title = f"{batch.tally.requests} answered, {batch.failed} failed"
+    if batch.skipped:
+        title += f", {batch.skipped} were there already"
+    Console(stderr=True).print(summary_table(title, {"": summary}))
+
+
+def _tell_end(batch: Batch, failure: EngineError | None) -> int:
+    again = "run the same command again to do the rest"
+    if batch.interrupted:
+        print(
+            f"stepahead: interrupted; {batch.tally.requests + batch.skipped} answers are in "
+            f"{batch.answers.path}; {again}",
+            file=sys.stderr,
+        )
+        return 130
+    if failure is not None:
+        print(f"stepahead: error: {failure}; {again}", file=sys.stderr)
+    return 1 if batch.failed or failure is not None else 0

@@ -1,0 +1,228 @@
+"""`LLM`: prompts in, whole answers out, in vLLM's shape.
+
+Knows an engine and its texts; not what a plan says.  Not for several threads at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import weakref
+from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from stepahead.assemble import Assembly, build_engine
+from stepahead.config import Resolved, config_from
+from stepahead.engine import Engine
+from stepahead.errors import EngineError, InvalidParameter, RequestError
+from stepahead.llm.collect import Collector, News
+from stepahead.llm.interrupt import Interruption
+from stepahead.llm.progress import Bar
+from stepahead.llm.prompts import Prompt, prompt_list, read_chat, read_prompt, read_template
+from stepahead.text.texts import Texts
+from stepahead.types import Outputs, RequestOutput, SamplingParams
+
+_LOG = logging.getLogger("stepahead")
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+
+class LLM:
+    """A model that answers prompts in batches.
+
+        with LLM("path/to/model") as llm:
+            for output in llm.generate(["Hello"], SamplingParams(max_tokens=32)):
+                print(output.outputs[0].text)
+
+    `model` is a Hugging Face folder, a .gguf file, or `toy`.  `options` are the fields of
+    EngineConfig, other engines' spellings included (`max_num_seqs=64`).  `chat_template` is a file
+    or a template's text that replaces the model's own.  Raises ConfigError, NotEnoughMemory or
+    ModelError.  What was settled, and why, goes to the logger "stepahead".
+    """
+
+    def __init__(
+        self, model: str | Path, *, chat_template: str | Path | None = None, **options: Any
+    ) -> None:
+        config = config_from(str(model), options)
+        assembly: Assembly = build_engine(config, read_template(chat_template))
+        self.engine: Engine = assembly.engine
+        self.tokenizer: Texts = assembly.texts
+        self.settings: tuple[str, ...] = assembly.settings
+        self._keys = itertools.count()
+        # an LLM that nobody closes gives its worker back when it is dropped or the program ends
+        self._finalizer = weakref.finalize(self, assembly.engine.close)
+        for line in self.settings:
+            _LOG.info("%s", line)
+
+    @property
+    def resolved(self) -> Resolved:
+        """The effective configuration, and the reasons for it."""
+        return self.engine.resolved
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the engine and its worker.  Idempotent."""
+        self._finalizer()
+
+    def generate(
+        self,
+        prompts: Any,
+        sampling_params: Params = None,
+        *,
+        use_tqdm: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Answers prompts, in their order.
+
+        `prompts`: text, token ids, {"prompt": ...} or {"prompt_token_ids": ...}, one or a list of
+        them.  `sampling_params`: one for all, or one each.  `use_tqdm` draws a progress bar; None
+        does so on a terminal.
+
+        RequestError names the prompt that is wrong, and then none has run.  When the engine fails
+        its EngineError is raised with `outputs`, the list that would have been returned, on it:
+        requests that were not done have the finish reason `error` there.
+        """
+        found = prompt_list(prompts)
+
+        def read(prompt: Any) -> Prompt:
+            return read_prompt(prompt, self.tokenizer)
+
+        return self._answer("prompts", found, read, sampling_params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Any,
+        sampling_params: Params = None,
+        *,
+        use_tqdm: bool | None = None,
+        add_generation_prompt: bool = True,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers one conversation (a list of messages) or a list of them, as `generate` does.
+
+        `chat_template_kwargs` are further variables for the model's template.
+        """
+        one = isinstance(messages, Sequence) and messages and isinstance(messages[0], Mapping)
+        found = [messages] if one else prompt_list(messages)
+        variables = {"tools": tools, **(chat_template_kwargs or {})}
+
+        def read(conversation: Any) -> Prompt:
+            return read_chat(
+                conversation,
+                self.tokenizer,
+                add_generation_prompt=add_generation_prompt,
+                **variables,
+            )
+
+        return self._answer("messages", found, read, sampling_params, use_tqdm)
+
+    def _answer(
+        self,
+        name: str,
+        prompts: list[Any],
+        read: Callable[[Any], Prompt],
+        sampling_params: Params,
+        use_tqdm: bool | None,
+    ) -> list[RequestOutput]:
+        params = _params_for(len(prompts), sampling_params)
+        collector = Collector(self.tokenizer)
+        keys = [str(next(self._keys)) for _ in prompts]
+        try:
+            for place, prompt in enumerate(prompts):
+                with _naming(f"{name}[{place}]"):
+                    asked = read(prompt)
+                    rids = self.engine.add(asked.ids, params[place])
+                collector.open(keys[place], asked, params[place], rids)
+        except BaseException:
+            self.drain(collector.rids())
+            raise
+        done = self._run(collector, len(prompts), use_tqdm)
+        outputs = [done[key] for key in keys]
+        if self.engine.failure is not None:
+            raise _with_outputs(self.engine.failure, outputs)
+        return outputs
+
+    def _run(
+        self, collector: Collector, total: int, use_tqdm: bool | None
+    ) -> dict[Any, RequestOutput]:
+        done: dict[Any, RequestOutput] = {}
+        with Interruption() as interruption, Bar(total, use_tqdm) as bar:
+            while self.engine.has_work and not interruption.asked:
+                outputs = self.step()
+                if outputs is not None:
+                    news = collector.take(outputs)
+                    done.update(news.done)
+                    count_news(bar, news, outputs)
+        if interruption.asked:
+            self.drain(collector.rids())
+            raise KeyboardInterrupt
+        return done
+
+    def step(self) -> Outputs | None:
+        """One step of the engine; an interrupt or a fault inside it closes the engine."""
+        try:
+            return self.engine.step()
+        except BaseException:
+            self.close()
+            raise
+
+    def drain(self, rids: Sequence[int]) -> None:
+        """Aborts requests and steps until nothing of them is left in the engine."""
+        if self.engine.failure is not None or not self._finalizer.alive:
+            return
+        for rid in rids:
+            self.engine.abort(rid)
+        while self.engine.has_work:
+            self.step()
+
+
+def count_news(bar: Bar, news: News, outputs: Outputs) -> None:
+    """Counts a step's outputs into the bar."""
+    tokens_in = sum(len(output.prompt_token_ids) for _, output in news.done)
+    bar.count(len(news.done), tokens_in, len(outputs.tokens))
+
+
+@contextlib.contextmanager
+def _naming(place: str) -> Generator[None]:
+    """Puts the prompt's place before what is wrong with it."""
+    try:
+        yield
+    except RequestError as error:
+        raise type(error)(f"{place}: {error}", error.param) from error
+
+
+def _params_for(count: int, given: Params) -> list[SamplingParams]:
+    if given is None:
+        given = SamplingParams()
+    if isinstance(given, SamplingParams):
+        return [given] * count
+    params = list(given)
+    if len(params) != count:
+        raise InvalidParameter(
+            f"{len(params)} sampling_params for {count} prompts; give one for all or one each",
+            "sampling_params",
+        )
+    for place, item in enumerate(params):
+        if not isinstance(item, SamplingParams):
+            raise InvalidParameter(
+                f"sampling_params[{place}] is a {type(item).__name__}, not SamplingParams",
+                "sampling_params",
+            )
+    return params
+
+
+def _with_outputs(error: EngineError, outputs: list[RequestOutput]) -> EngineError:
+    vars(error)["outputs"] = outputs
+    return error

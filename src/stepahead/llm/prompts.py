@@ -1,0 +1,93 @@
+"""What users call a prompt, made into token ids.  Knows texts, no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stepahead.errors import ConfigError, InvalidParameter
+from stepahead.text.texts import Texts
+
+_KEYS = ("prompt", "prompt_token_ids")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids, and the text they are of where there is one."""
+
+    ids: list[int]
+    text: str | None = None
+
+
+def prompt_list(prompts: Any) -> list[Any]:
+    """The prompts of a call, one of them or many: text and token ids are one."""
+    if isinstance(prompts, (str, Mapping, np.ndarray)):
+        return [prompts]
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+        raise InvalidParameter(
+            f"prompts must be text, token ids or a list of these, not {type(prompts).__name__}",
+            "prompts",
+        )
+    if prompts and all(isinstance(item, int | np.integer) for item in prompts):
+        return [prompts]
+    return list(prompts)
+
+
+def read_prompt(prompt: Any, texts: Texts) -> Prompt:
+    """One prompt: text, token ids, or vLLM's {"prompt": ...} and {"prompt_token_ids": ...}.
+
+    Raises InvalidParameter; ids are checked by the engine.
+    """
+    if isinstance(prompt, Mapping):
+        return _read_mapping(prompt, texts)
+    if isinstance(prompt, str):
+        if not prompt:
+            raise InvalidParameter("the prompt is empty; give some text, or token ids", "prompt")
+        return Prompt(texts.encode(prompt), prompt)
+    if isinstance(prompt, np.ndarray):
+        prompt = prompt.tolist()
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+        raise InvalidParameter(
+            f"a prompt must be text or token ids, not {type(prompt).__name__}", "prompt"
+        )
+    return Prompt(list(prompt))
+
+
+def _read_mapping(prompt: Mapping[str, Any], texts: Texts) -> Prompt:
+    unknown = [key for key in prompt if key not in _KEYS]
+    if unknown:
+        raise InvalidParameter(
+            f"a prompt has {unknown[0]!r}, which is not known; give one of {', '.join(_KEYS)}",
+            str(unknown[0]),
+        )
+    if "prompt_token_ids" in prompt:
+        ids = read_prompt(prompt["prompt_token_ids"], texts)
+        if ids.text is not None:
+            raise InvalidParameter("prompt_token_ids must be token ids", "prompt_token_ids")
+        return Prompt(ids.ids, prompt.get("prompt"))
+    if not isinstance(prompt.get("prompt"), str):
+        raise InvalidParameter("a prompt's 'prompt' must be text", "prompt")
+    return read_prompt(prompt["prompt"], texts)
+
+
+def read_chat(messages: Any, texts: Texts, **template_kwargs: Any) -> Prompt:
+    """The prompt that the chat template makes of `messages`; InvalidParameter."""
+    ids = texts.encode_chat(messages, **template_kwargs)
+    return Prompt(ids, texts.decode(ids, skip_special_tokens=False))
+
+
+def read_template(template: str | Path | None) -> str | None:
+    """A template given as its text or as the path of a file; ConfigError if it can't be read."""
+    if template is None or (isinstance(template, str) and "{" in template):
+        return template
+    try:
+        return Path(template).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"the chat template {str(template)!r} can't be read ({error}); "
+            "give the path of a file or a template's text"
+        ) from error

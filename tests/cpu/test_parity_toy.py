@@ -1,0 +1,59 @@
+"""Promise 1 on the toy: 2,000 random workloads, every loop and device, the same for every client.
+
+Each is played by the serial loop on the plain cpu (the oracle), by the overlap loop there, and a
+share of them by both loops on the hostile device.  A failure prints one line that replays it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from harness import Variant, check
+
+SHARDS = 20
+WORKLOADS = 100  # a shard
+MET = (
+    *("preemptions", "aborts", "slot_reuses", "prefix_hits", "overshoot_rows", "refused"),
+    *("abort waiting", "abort prefill", "abort prefill in flight", "abort decode in flight"),
+    *("abort decode", "abort overshoot", "abort ended"),
+)
+
+_counts: dict[int, Counter[str]] = {}
+
+
+def variants(seed: int) -> list[Variant]:
+    """What a workload is played on, beside the oracle."""
+    if seed % 5 == 0:
+        return [Variant("overlap", "hostile", seed)]
+    if seed % 10 == 1:
+        return [Variant("serial", "hostile", seed)]
+    if seed % 10 == 2:
+        return [Variant("overlap", "hostile", seed, depth=4)]
+    return [Variant("overlap", depth=seed % 10 // 9 * 3)]
+
+
+def play_shard(shard: int) -> Counter[str]:
+    """Plays a shard once; AssertionError with a replayable line."""
+    if shard not in _counts:
+        counts: Counter[str] = Counter()
+        for seed in range(shard * WORKLOADS, (shard + 1) * WORKLOADS):
+            counts += check(seed, variants(seed))[1]
+        _counts[shard] = counts
+    return _counts[shard]
+
+
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_every_client_hears_the_same(shard: int) -> None:
+    assert play_shard(shard)["finished"] > WORKLOADS
+
+
+def test_the_workloads_met_what_they_are_for(capsys: pytest.CaptureFixture[str]) -> None:
+    # of the shards that ran; of two if this test was asked for alone
+    shards = [*_counts] or [0, 1]
+    counts = sum((play_shard(shard) for shard in shards), Counter[str]())
+    with capsys.disabled():
+        listed = ", ".join(f"{name} {counts[name]}" for name in MET)
+        print(f"\n{len(shards) * WORKLOADS} workloads: {listed}")
+    assert [name for name in MET if not counts[name]] == []
