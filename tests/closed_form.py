@@ -116,7 +116,7 @@ class Place:
 def choose(logits: np.ndarray, params: Any, place: Place) -> tuple[int, bool]:
     """The token for float64[v] logits, and whether it is sure."""
     scores = _penalised(_edited(logits, params, place), params, place)
-    if params.temperature == 0:
+    if params.temperature < 1e-5:
         return _best(scores)
     scores = scores / params.temperature
     kept, sure = filtered(scores, params)
@@ -154,7 +154,7 @@ def filtered(scores: np.ndarray, params: Any) -> tuple[np.ndarray, bool]:
     if params.min_p > 0:
         floor = ranked[0] + np.log(params.min_p)
         kept = int((ranked >= floor).sum())
-        sure &= not (np.abs(ranked - floor) < NEAR).any()
+        sure &= not (np.abs(ranked[1:] - floor) < NEAR).any()
     if params.top_k > 0:
         kept = min(kept, params.top_k)
     if params.top_p < 1:

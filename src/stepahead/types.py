@@ -5,7 +5,6 @@ Field names are those vLLM users have in their fingers.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -63,7 +62,8 @@ class SamplingParams(
     @property
     def greedy(self) -> bool:
         """True when the most likely token is always taken."""
-        return self.temperature == 0.0
+        # smaller ones would be zero in float32, and 0 / 0 is NaN
+        return self.temperature < 1e-5
 
     @property
     def penalised(self) -> bool:
@@ -127,8 +127,8 @@ def _check_number(name: str, value: Any, low: float, high: float, closed: bool) 
     if isinstance(value, bool) or not isinstance(value, kinds):
         what = "a number" if name in _REAL else "a whole number"
         raise InvalidParameter(f"{name} must be {what}, not {value!r}", name)
-    inside = (low <= value if closed else low < value) and value <= high
-    if math.isnan(value) or not inside:
+    # NaN compares false; math.isnan would overflow on a very large whole number
+    if not ((low <= value if closed else low < value) and value <= high):
         bracket = "[" if closed else "("
         raise InvalidParameter(f"{name}={value} is outside {bracket}{low}, {high}]", name)
 

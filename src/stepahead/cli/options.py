@@ -96,7 +96,7 @@ def _sampling_options() -> type:
 
 def _negative(default: object) -> tuple[str, ...]:
     """How a flag is taken back: only what is on needs that."""
-    return ("--no-",) if default is True else ()
+    return ("no-",) if default is True else ()
 
 
 def _flag(name: str) -> str:

@@ -122,7 +122,8 @@ class Runner:
     def launch(self, plan: Plan) -> RunnerFlight:
         """Queues the step on the device's three streams."""
         device = self._device
-        self._step, self._staged = plan.step, []
+        self._step = plan.step
+        self._staged = []
         updates, starts = self._take_changes(plan)
         step = self._stage(plan)
         group = self._sample_group(plan)

@@ -228,7 +228,7 @@ class Scheduler:
         settled = self._settler.rows(launched.rows, result.tokens[:split])
         if len(launched.chunks):
             more = self._settler.chunks(launched.chunks, result.tokens[split:])
-            settled = Settled(*map(np.append, settled[:3], more[:3]), more.first)
+            settled = settled.joined(more)
         finishes = self._stopped(settled)
         for slot in launched.ending:
             entry = self.life.entries[slot]

@@ -23,6 +23,15 @@ class Settled(NamedTuple):
     tokens: np.ndarray
     first: tuple[int, ...] = ()
 
+    def joined(self, more: Settled) -> Settled:
+        """These, then `more`."""
+        return Settled(
+            np.append(self.slots, more.slots),
+            np.append(self.rids, more.rids),
+            np.append(self.tokens, more.tokens),
+            self.first + more.first,
+        )
+
 
 class Settler:
     """Applies results to the table and the mirror.  Ends nobody: it says where to look."""
