@@ -29,7 +29,6 @@ import queue
 import socket
 import struct
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -118,11 +117,14 @@ def connection_way() -> Way:
 
 def pipe_way() -> Way:
     def end(read_fd: int, write_fd: int) -> End:
+        inbox = b""
+
         def receive() -> bytes:
-            head = os.read(read_fd, 65536)
-            (length,) = struct.unpack_from("<I", head)
-            assert len(head) == 4 + length, "a short message came in pieces"
-            return head[4:]
+            nonlocal inbox
+            while len(inbox) < 4 or len(inbox) < (size := 4 + struct.unpack_from("<I", inbox)[0]):
+                inbox += os.read(read_fd, 65536)
+            payload, inbox = inbox[4:size], inbox[size:]
+            return payload
 
         return End(lambda data: os.write(write_fd, struct.pack("<I", len(data)) + data), receive)
 
@@ -173,10 +175,10 @@ def semaphore_signals() -> tuple[Callable[[], Any], Callable[[], Any]]:
 
 
 def zmq_way() -> Way:
-    path = f"ipc://{tempfile.mkdtemp()}/transport"
+    path = f"ipc://@stepahead-transport-{os.getpid()}-{time.monotonic_ns()}"  # leaves no file
 
     def end(bind: bool) -> End:
-        pair = zmq.Context().socket(zmq.PAIR)
+        pair = zmq.Context.instance().socket(zmq.PAIR)
         pair.linger = 0
         if bind:
             pair.bind(path)
@@ -206,17 +208,20 @@ def forward() -> None:
         hashlib.sha256(FORWARD_BYTES)
 
 
+def answer(plan: Plan) -> Result:
+    """A plan with grants asks for a forward; a negative step for this process's CPU time, in
+    microseconds."""
+    start_ns = time.monotonic_ns()
+    if len(plan.grants):
+        forward()
+    end_ns = time.monotonic_ns()
+    tokens = TOKENS if plan.step >= 0 else np.array([time.process_time_ns() // 1000], np.int64)
+    return Result(plan.step, tokens, start_ns, end_ns)
+
+
 def work(end: End) -> None:
-    """The worker: a plan with grants asks for a forward; a negative step asks for its CPU time, in
-    microseconds, all threads."""
     while True:
-        plan = decode_plan(end.receive())
-        start_ns = time.monotonic_ns()
-        if len(plan.grants):
-            forward()
-        end_ns = time.monotonic_ns()
-        tokens = TOKENS if plan.step >= 0 else np.array([time.process_time_ns() // 1000], np.int64)
-        end.send(encode_result(Result(plan.step, tokens, start_ns, end_ns)))
+        end.send(encode_result(answer(decode_plan(end.receive()))))
 
 
 class Host:
@@ -247,21 +252,14 @@ class ExecutorHost:
 
 
 class EchoRunner:
-    """What `work` does, as a runner for the real executor."""
+    """What `work` does, as a runner for the real executor; a step is its own flight."""
 
     def __init__(self, _: RunnerSpec) -> None:
         self._result = Result(0, TOKENS)
 
     def launch(self, plan: Plan) -> EchoRunner:
-        end = End(self._keep, lambda: encode_plan(plan))
-        try:
-            work(end)
-        except StopIteration:
-            return self
-
-    def _keep(self, data: bytes) -> None:
-        self._result = decode_result(data)
-        raise StopIteration
+        self._result = answer(plan)
+        return self
 
     def ready(self) -> bool:
         return True

@@ -27,7 +27,7 @@ LADDER = (
     *("errors", "wire", "types", "config", "plan"),
     *("observe", "text", "device", "cache", "scheduler", "loop"),
     *("model", "parallel", "runner", "executor", "disagg"),
-    *("engine", "llm", "sim", "doctor", "serve", "cli"),
+    *("engine", "assemble", "llm", "sim", "doctor", "serve", "cli"),
 )
 # The package's own __init__ and __main__ stand below every room.
 FACE = "stepahead"

@@ -1,9 +1,8 @@
 """Random workloads, run on any loop and device, and compared request by request.
 
-A workload is plain data made by `workload(seed)`: requests with arrival times in engine steps,
-parameters, and aborts.  `run` plays it on an engine and writes down what each client was told.
-`differences` holds two such records against each other by promise 1.  Loads no torch until an
-engine on a real device is asked for.
+`play` runs a workload on an engine and writes down what each client was told; `differences` holds
+two such records against each other by promise 1, and `check` does both for a seed.  Loads no torch
+until an engine on a real device is asked for.
 
     python tests/harness.py --seed 17 --keep 0,2 --loop overlap --device hostile --device-seed 3
 
@@ -13,11 +12,10 @@ replays one workload (with only the requests 0 and 2) against the serial loop on
 from __future__ import annotations
 
 import argparse
-import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -28,9 +26,11 @@ from stepahead.errors import RequestError
 from stepahead.loop.base import Executor, Flight
 from stepahead.plan import Plan
 from stepahead.scheduler.check import check as check_balance
+from stepahead.scheduler.lifetime import Entry
 from stepahead.scheduler.scheduler import Scheduler
 from stepahead.scheduler.stop import Vocabulary
-from stepahead.types import Finish, LogprobRows, Outputs, SamplingParams
+from stepahead.types import Finish, LogprobRows, Outputs
+from workloads import Abort, Ask, Workload, workload
 
 MOST_STEPS = 3000
 
@@ -103,11 +103,13 @@ def toy_engine(
     options: dict[str, Any],
     variant: Variant = ORACLE,
     on_plan: Callable[[Plan], None] = lambda plan: None,
+    executor: Executor | None = None,
 ) -> Engine:
-    """An engine around the toy on cpu, hostile, or paper (no torch)."""
+    """An engine around the toy on cpu, hostile, or paper (no torch), unless `executor` is given."""
     settled = resolved(options, variant)
     toy = toy_of(options)
-    executor = paper(settled, toy) if variant.device == "paper" else inline(settled)
+    if executor is None:
+        executor = paper(settled, toy) if variant.device == "paper" else inline(settled)
     vocabulary = Vocabulary(pieces(toy.vocab_size), toy.specials)
     engine = Engine(settled, Tap(executor, on_plan), vocabulary)
     engine._core.depth = variant.depth or engine._core.depth
@@ -122,21 +124,14 @@ def paper(settled: Resolved, toy: Toy) -> Executor:
     return PaperRunner(toy, config.num_slots, settled.pages, config.page_size)
 
 
-def inline(
-    settled: Resolved,
-    factory: str = "stepahead.model.toy:ToyModel",
-    model_options: dict[str, Any] | None = None,
-) -> Executor:
-    """The real runner in this thread, around the toy or another model."""
-    from stepahead.executor.inline import InlineExecutor
-    from stepahead.runner.build import build_runner
+def runner_spec(settled: Resolved) -> Any:
+    """The RunnerSpec of the toy for a configuration."""
     from stepahead.runner.spec import RunnerSpec
 
     config, length = settled.config, settled.model_len
-    toy_options = {"vocab_size": settled.facts.vocab_size, "max_len": length}
-    spec = RunnerSpec(
-        factory,
-        toy_options if model_options is None else model_options,
+    return RunnerSpec(
+        "stepahead.model.toy:ToyModel",
+        {"vocab_size": settled.facts.vocab_size, "max_len": length},
         device=config.device,
         device_seed=config.device_seed,
         num_slots=config.num_slots,
@@ -146,132 +141,14 @@ def inline(
         eos_ids=settled.facts.eos_ids,
         check=True,
     )
-    return InlineExecutor(build_runner(spec))
 
 
-# --- workloads ------------------------------------------------------------------------------
+def inline(settled: Resolved) -> Executor:
+    """The real runner in this thread, around the toy."""
+    from stepahead.executor.inline import InlineExecutor
+    from stepahead.runner.build import build_runner
 
-
-class Abort(NamedTuple):
-    """When a client gives up: at engine `step` n, once it has n `token`s, or after its `end`."""
-
-    when: str
-    n: int
-
-
-@dataclass(frozen=True)
-class Ask:
-    """A request: added before engine step `at`."""
-
-    at: int
-    prompt: tuple[int, ...]
-    params: SamplingParams
-    abort: Abort | None = None
-
-
-@dataclass(frozen=True)
-class Workload:
-    """Everything that happens, as data.  The cache is emptied before the steps in `flushes`."""
-
-    seed: int
-    options: dict[str, Any]
-    asks: tuple[Ask, ...]
-    flushes: tuple[int, ...] = ()
-
-    def keeping(self, kept: Sequence[int]) -> Workload:
-        """The same with some of its requests only."""
-        return replace(self, asks=tuple(self.asks[i] for i in kept))
-
-
-def workload(seed: int) -> Workload:
-    """The random workload of this seed; small, and often short of pages."""
-    rnd = random.Random(seed)
-    vocab, length = rnd.choice((17, 64, 64)), rnd.choice((24, 40, 64))
-    bases = [_tokens(rnd, rnd.choice((4, 8, 16)), vocab) for _ in range(2)]
-    asks = []
-    at = 0
-    for _ in range(rnd.choice((2, 3, 4, 5, 6)) if rnd.random() < 0.97 else 20):
-        at += rnd.choice((0, 0, 0, 1, 2, 3, 9))
-        asks.append(_ask(rnd, at, bases, vocab, length))
-    page_size = rnd.choice((1, 2, 4, 16))
-    options = {
-        "vocab_size": vocab,
-        "max_model_len": length,
-        "page_size": page_size,
-        "max_rows": rnd.randint(1, 8),
-        "max_step_tokens": rnd.choice((2, 4, 8, 16, 32)),
-        "prefix_cache": rnd.random() < 0.8,
-        "num_pages": _pool(rnd, asks, page_size, length),
-        "seed": rnd.randrange(100),
-    }
-    flushes = (rnd.randrange(20),) if rnd.random() < 0.05 else ()
-    return Workload(seed, options, tuple(asks), flushes)
-
-
-def _tokens(rnd: random.Random, count: int, vocab: int) -> list[int]:
-    return [rnd.randrange(2, vocab) for _ in range(count)]
-
-
-def _pool(rnd: random.Random, asks: list[Ask], page_size: int, length: int) -> int:
-    """The largest request's pages and a few more: requests must yield to each other."""
-
-    def pages(ask: Ask) -> int:
-        most = length if ask.params.max_tokens is None else ask.params.max_tokens
-        return -(-min(length, len(ask.prompt) + most - 1) // page_size)
-
-    needs = [pages(ask) for ask in asks if len(ask.prompt) < length]
-    largest = max(needs, default=1)
-    return largest + rnd.randint(0, max(1, largest)) if rnd.random() < 0.7 else sum(needs) + 1
-
-
-def _ask(rnd: random.Random, at: int, bases: list[list[int]], vocab: int, length: int) -> Ask:
-    tail = _tokens(rnd, rnd.randint(1, 10), vocab)
-    prompt = (rnd.choice(bases) + tail if rnd.random() < 0.6 else tail)[: length - 1]
-    if rnd.random() < 0.02:
-        prompt = _tokens(rnd, length, vocab)  # refused: no room for an output
-    points = (
-        Abort("step", at + rnd.choice((0, 1, 1, 2, 2, 3, 5, 9))),
-        Abort("step", at + rnd.choice((0, 1, 1, 2, 2, 3, 5, 9))),
-        Abort("token", rnd.randint(1, 4)),
-        Abort("end", 0),
-    )
-    abort = rnd.choice(points) if rnd.random() < 0.25 else None
-    return Ask(at, tuple(prompt), _params(rnd, vocab), abort)
-
-
-def _params(rnd: random.Random, vocab: int) -> SamplingParams:
-    fields: dict[str, Any] = {"max_tokens": rnd.choice((1, 2, 3, 4, 6, 8, 12, 16))}
-    if rnd.random() < 0.02:
-        fields["max_tokens"] = None
-
-    def maybe(chance: float, name: str, value: Callable[[], Any]) -> None:
-        if rnd.random() < chance:
-            fields[name] = value()
-
-    fields["temperature"] = rnd.choice((0.0, 0.0, 0.5, 1.0, 2.0))
-    maybe(0.15, "top_k", lambda: rnd.choice((-1, 1, 2, 5)))
-    maybe(0.15, "top_p", lambda: rnd.choice((0.3, 0.9)))
-    maybe(0.1, "min_p", lambda: rnd.choice((0.05, 0.5)))
-    maybe(0.15, "presence_penalty", lambda: rnd.choice((-1.0, 0.5, 2.0)))
-    maybe(0.15, "frequency_penalty", lambda: rnd.choice((-0.5, 1.0)))
-    maybe(0.15, "repetition_penalty", lambda: rnd.choice((0.8, 1.5)))
-    maybe(0.15, "logit_bias", lambda: {rnd.randrange(vocab): rnd.choice((-100.0, -1.0, 3.0, 7.0))})
-    maybe(0.4, "seed", lambda: rnd.choice((0, 7, -1, (1 << 63) - 1)))
-    maybe(0.3, "stop", lambda: _stops(rnd))
-    maybe(0.25, "stop_token_ids", lambda: [rnd.randrange(vocab) for _ in range(rnd.randint(1, 6))])
-    maybe(0.2, "ignore_eos", lambda: True)
-    maybe(0.2, "skip_special_tokens", lambda: False)
-    maybe(0.2, "logprobs", lambda: rnd.choice((0, 1, 3)))
-    maybe(0.1, "prompt_logprobs", lambda: rnd.choice((0, 2)))
-    maybe(0.15, "n", lambda: rnd.choice((2, 3)))
-    if fields["max_tokens"] is not None:
-        maybe(0.2, "min_tokens", lambda: rnd.randint(1, fields["max_tokens"]))
-    return SamplingParams(**fields)
-
-
-def _stops(rnd: random.Random) -> str | list[str]:
-    texts = ["".join(rnd.choice("abcd") for _ in range(rnd.randint(1, 4))) for _ in range(2)]
-    return rnd.choice((texts[0], texts, ["<eos>", texts[0]]))
+    return InlineExecutor(build_runner(runner_spec(settled)))
 
 
 # --- running --------------------------------------------------------------------------------
@@ -282,12 +159,14 @@ Row = tuple[float, int, tuple[int, ...], tuple[float, ...]]
 @dataclass
 class Told:
     """All that one client heard of one choice.  Log-probabilities are (chosen, rank, best ids,
-    best values), cut to the width it asked for; those of the prompt by position."""
+    best values), cut to the width it asked for; those of the prompt by position, as told first,
+    and in `retold` beside what was told there later."""
 
     seed: int = 0
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Row] = field(default_factory=list)
     prompt_logprobs: dict[int, Row] = field(default_factory=dict)
+    retold: list[tuple[Row, Row]] = field(default_factory=list)
     finish: Finish | None = None
     refused: str = ""
 
@@ -319,6 +198,12 @@ class Client:
         self._who: dict[int, Who] = {}  # by request id
         self._rids: dict[Who, int] = {}
         self._aborts: list[tuple[Who, Abort]] = []
+        self._preempt = engine.scheduler.life.preempt
+        engine.scheduler.life.preempt = self._watch_preempt  # type: ignore[method-assign]
+
+    def _watch_preempt(self, entry: Entry) -> None:
+        self.run.counts["preempted in flight"] += self.engine.scheduler.table.pins[entry.slot] > 0
+        self._preempt(entry)
 
     def play(self) -> Run:
         """Runs it to the end."""
@@ -377,6 +262,7 @@ class Client:
         for finish in outputs.finishes:
             one = told[self._who[finish.rid]]
             assert one.finish is None, "two ends"
+            assert finish.reason != "error", finish.error
             one.finish = finish
             assert finish.tokens.tolist() == one.tokens, "the end lists other tokens than came"
 
@@ -394,7 +280,10 @@ class Client:
             heard = self.run.told[who].prompt_logprobs
             for i, row in enumerate(prompt.values.rows.tolist()):
                 value = _row(prompt.values, i, width)
-                assert heard.setdefault(prompt.start + row, value) == value, "told two values"
+                # after a preemption the prompt is computed, and told, again
+                self.run.told[who].retold.append(
+                    (heard.setdefault(prompt.start + row, value), value)
+                )
 
     def _finish(self) -> None:
         for who, one in self.run.told.items():
@@ -465,6 +354,8 @@ def exactly(one: Told, two: Told) -> str:
     cut = one.aborted or two.aborted
     if one.tokens[:short] != two.tokens[:short] or (not cut and len(one.tokens) != len(two.tokens)):
         return f"tokens {one.tokens} and {two.tokens}"
+    if unlike := [pair for pair in one.retold + two.retold if pair[0] != pair[1]]:
+        return f"told two prompt logprobs: {unlike}"
     if one.logprobs[:short] != two.logprobs[:short]:
         return f"logprobs {one.logprobs} and {two.logprobs}"
     shared = one.prompt_logprobs.keys() & two.prompt_logprobs.keys() if cut else None

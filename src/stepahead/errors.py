@@ -20,6 +20,9 @@ Each message names the thing that is wrong and says what to do next.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 
 class StepaheadError(Exception):
     """Root of everything raised on purpose."""
@@ -66,7 +69,12 @@ class WeightError(ModelError):
 
 
 class EngineError(StepaheadError):
-    """The engine itself failed; running requests end with finish reason `error`."""
+    """The engine itself failed; running requests end with finish reason `error`.
+
+    `outputs`: what `LLM.generate` would have returned, where it was `generate` that failed.
+    """
+
+    outputs: Sequence[Any] = ()
 
 
 class StepFailed(EngineError):

@@ -92,6 +92,10 @@ class FakeRunner:
             os._exit(0)
         os._exit(3)
 
+    def _shell(self, _: str) -> None:
+        if os.system("ls -l /proc/self/fd | grep -q socket:") == 0:
+            raise RuntimeError("a process started by the model holds a socket of the worker")
+
     def _late(self, _: str) -> None:
         pass
 

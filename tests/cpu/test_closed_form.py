@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from closed_form import Answer, complete, log_softmax
-from harness import ORACLE, Ask, Row, Told, Workload, play, toy_of, workload
+from harness import ORACLE, Row, Told, play, toy_of
 from stepahead.types import SamplingParams
+from workloads import Ask, Workload, workload
 
 SHARDS = 4
 WORKLOADS = 100  # a shard

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -72,6 +73,24 @@ def test_a_read_that_is_cut_and_interrupted_loses_nothing() -> None:
     assert got == sent
     assert interrupts > 100
     sender.close()
+    receiver.close()
+
+
+@pytest.mark.parametrize("size", [100, 70_000])
+def test_a_frame_in_two_parts_does_not_wait_for_more(size: int) -> None:
+    """The second read must ask for what the frame lacks, not for a full inbox."""
+    mine, other = socket.socketpair()
+    receiver = Channel(mine)
+    frame = struct.pack("<IB", size, Kind.PLAN) + bytes(size)
+    other.sendall(frame[:50])
+    threading.Timer(0.05, other.sendall, [frame[50:]]).start()
+    rescue = threading.Timer(5, receiver.hang_up)
+    rescue.start()
+    started_s = time.monotonic()
+    assert receiver.receive() == (Kind.PLAN, bytes(size))
+    assert time.monotonic() - started_s < 4
+    rescue.cancel()
+    other.close()
     receiver.close()
 
 

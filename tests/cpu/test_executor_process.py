@@ -152,6 +152,10 @@ def test_close_with_a_large_plan_unsent(start: Start) -> None:
     assert gone(executor.pid)
 
 
+def test_what_the_model_starts_does_not_inherit_the_channel(start: Start) -> None:
+    check(start({1: "shell"}).launch(plan_of(1)).land(), 1)
+
+
 # --- the worker dies ------------------------------------------------------------------------
 
 
@@ -321,10 +325,14 @@ def test_an_executor_that_is_dropped_ends_its_worker(start: Start) -> None:
     executor = ProcessExecutor(spec, 30.0, "executor_fakes:build")
     executor.launch(plan_of(1))
     pid = executor.pid
-    held = [executor]
-    del executor
+
+    def drop() -> None:
+        nonlocal executor
+        executor = None
+        gc.collect()
+
     with pytest.warns(ResourceWarning, match="unclosed"):
-        held.clear()
+        drop()
     assert gone_within(pid, 2)
     keepers = [t for t in threading.enumerate() if t.name == "stepahead-worker-keeper"]
     for keeper in keepers:
@@ -338,6 +346,25 @@ def test_it_uses_no_shared_memory_and_one_socket(start: Start) -> None:
     assert "/dev/shm" not in Path(f"/proc/{executor.pid}/maps").read_text()
     fds = [os.readlink(entry.path) for entry in os.scandir(f"/proc/{executor.pid}/fd")]
     assert sum(link.startswith("socket:") for link in fds) == 1
+
+
+def test_close_is_bounded_even_if_the_worker_can_not_be_killed(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that hangs in the kernel; a plan that it never took must not hold close() up."""
+    executor = start({1: "hold 60"})
+    executor.launch(plan_of(1))
+    executor.launch(plan_of(2, np.zeros(LARGE // 4, np.int32)))
+    child = executor._child
+    with monkeypatch.context() as patch:
+        patch.setattr(child, "stop", lambda grace_s: None)
+        closing = threading.Thread(target=executor.close)
+        closing.start()
+        closing.join(5)
+    in_time = not closing.is_alive()
+    child.stop(0)
+    closing.join()
+    assert in_time
 
 
 # --- the host's surroundings ----------------------------------------------------------------

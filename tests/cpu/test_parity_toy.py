@@ -17,7 +17,7 @@ WORKLOADS = 100  # a shard
 MET = (
     *("preemptions", "aborts", "slot_reuses", "prefix_hits", "overshoot_rows", "refused"),
     *("abort waiting", "abort prefill", "abort prefill in flight", "abort decode in flight"),
-    *("abort decode", "abort overshoot", "abort ended"),
+    *("abort decode", "abort overshoot", "abort ended", "preempted in flight"),
 )
 
 _counts: dict[int, Counter[str]] = {}

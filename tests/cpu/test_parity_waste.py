@@ -6,13 +6,17 @@ D-1 times more under a loop of depth D (the serial loop has D = 1), and emits no
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import msgspec
 import numpy as np
 import pytest
 
 from closed_form import Toy, complete
-from harness import Abort, Ask, Client, Variant, Workload, play, toy_engine, workload
+from harness import Client, Variant, play, toy_engine
 from stepahead.plan import Plan, encode_plan
 from stepahead.types import SamplingParams
+from workloads import Abort, Ask, Workload, workload
 
 DEPTHS = {"serial": 1, "overlap": 2}
 OPTIONS = {"vocab_size": 64, "max_model_len": 48, "page_size": 4, "max_rows": 4, "num_pages": 48}
@@ -85,17 +89,35 @@ def test_an_abort_wastes_what_is_in_the_air_and_no_more(loop: str) -> None:
     assert (tokens, rows) == (3, 3 + DEPTHS[loop] - 1)
 
 
-@pytest.mark.parametrize("loop", DEPTHS)
-def test_a_failing_pool_makes_no_loop_forget_a_token(loop: str) -> None:
-    # four requests over a pool for little more than one: each token is sampled once all the same,
-    # but for the prompts' last positions after a preemption, which bring the *next* token
-    options = OPTIONS | {"num_pages": 6}
-    asks = tuple(Ask(0, (i + 2, *PROMPT), greedy(max_tokens=12)) for i in range(4))
-    plans: list[Plan] = []
-    engine = toy_engine(options, Variant(loop), plans.append)
-    run = Client(engine, Workload(0, options, asks)).play()
-    assert run.counts["preemptions"] > 0
-    assert sum(map(sampled_rows, plans)) == 4 * 12
+def ended_by_length(seed: int) -> Workload:
+    """The seed's workload, where nothing but their length ends the requests."""
+    work = workload(seed)
+
+    def endless(ask: Ask) -> Ask:
+        params = msgspec.structs.replace(
+            ask.params, stop=None, stop_token_ids=None, ignore_eos=True, min_tokens=0
+        )
+        return replace(ask, params=params, abort=None)
+
+    return replace(work, asks=tuple(map(endless, work.asks)))
+
+
+@pytest.mark.parametrize(("loop", "depth"), [("serial", 0), ("overlap", 0), ("overlap", 4)])
+def test_without_stops_each_token_is_sampled_once_however_short_the_pages(
+    loop: str, depth: int
+) -> None:
+    # a preempted request computes its tokens again, but samples none of them twice: what was in
+    # the air for it still counted
+    preempted = 0
+    for seed in range(120):
+        plans: list[Plan] = []
+        work = ended_by_length(seed)
+        engine = toy_engine(work.options, Variant(loop, "paper", depth=depth), plans.append)
+        run = Client(engine, work).play()
+        tokens = sum(len(told.tokens) for told in run.told.values())
+        assert sum(map(sampled_rows, plans)) == tokens, f"seed {seed}"
+        preempted += run.counts["preempted in flight" if loop == "overlap" else "preemptions"]
+    assert preempted > 5
 
 
 def trace(seed: int, variant: Variant) -> list[bytes]:

@@ -19,5 +19,5 @@ def test_every_client_hears_the_same_at_any_depth(shard: int) -> None:
     for seed in range(shard * WORKLOADS, (shard + 1) * WORKLOADS):
         depth = (0, 0, 3, 6)[seed % 4]
         counts += check(seed, [Variant("overlap", "paper", depth=depth)], oracle=SERIAL)[1]
-    met = ("preemptions", "aborts", "slot_reuses", "prefix_hits", "overshoot_rows")
+    met = ("preempted in flight", "aborts", "slot_reuses", "prefix_hits", "overshoot_rows")
     assert [name for name in met if not counts[name]] == []

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from cyclopts import App
 from rich.console import Console
+from rich.table import Table
 
 from stepahead.cli.options import EngineFlags, Quiet, given, open_model
 from stepahead.cli.tables import Summary, summary_table
@@ -23,12 +25,7 @@ from stepahead.types import SamplingParams
 
 _LOOPS = ("serial", "overlap")
 
-app = App(name="bench", help="Measure a model with each loop, or a part of the engine.")
-app.command("stepahead.sim.host_cost:main", name="host", help="What a step costs the host.")
-app.command("stepahead.sim.overlap:main", name="overlap", help="What the overlap loop hides.")
-app.command(
-    "stepahead.sim.overhead:main", name="engine", help="The whole engine around a near-free model."
-)
+app = App(name="bench")
 
 
 @app.default
@@ -42,9 +39,7 @@ def bench(
     quiet: Quiet = False,
     engine: EngineFlags = None,
 ) -> None:
-    """Measure a model: throughput, latencies and both books, for each loop (or the one of --loop).
-
-    The last line on stdout is JSON.
+    """Throughput, latencies and both books of a model, for each loop or the one of --loop.
 
     Parameters
     ----------
@@ -63,11 +58,40 @@ def bench(
     runs: dict[str, Summary] = {}
     for name in _LOOPS if loop is None else (loop,):
         with open_model(model, engine, None, quiet, loop=name) as llm:
-            runs[name] = measure(llm, load)
-    title = f"{num_prompts} prompts of {input_len} tokens, {output_len} out"
+            runs[name] = measure_model(llm, load)
     if not quiet:
-        Console(stderr=True).print(summary_table(title, runs))
+        print(f"{num_prompts} prompts of {input_len} tokens, {output_len} out")
+        Console().print(summary_table(runs))
     print(json.dumps(_line(model, load, runs)))
+
+
+@app.command
+def host() -> None:
+    """What a step costs the host, by rows."""
+    from stepahead.sim.host_cost import measure, table
+
+    _show(measure(), table)
+
+
+@app.command
+def overlap() -> None:
+    """What the overlap loop hides, in front of a device that sleeps."""
+    from stepahead.sim.overlap import measure, table
+
+    _show(measure(), table)
+
+
+@app.command(name="engine")
+def engine_overhead() -> None:
+    """The whole engine around a model that costs next to nothing."""
+    from stepahead.sim.overhead import measure, table
+
+    _show(measure(), table)
+
+
+def _show(found: dict[str, Any], table: Callable[[dict[str, Any]], Table]) -> None:
+    Console().print(table(found))
+    print(json.dumps(found))
 
 
 @dataclass(frozen=True)
@@ -84,7 +108,7 @@ class Load:
                 raise ConfigError(f"{name}={getattr(self, name)}; give at least 1")
 
 
-def measure(llm: LLM, load: Load) -> Summary:
+def measure_model(llm: LLM, load: Load) -> Summary:
     """Answers the load once, after a short one that is not counted."""
     random = np.random.default_rng(llm.resolved.config.seed)
     warm_up = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)

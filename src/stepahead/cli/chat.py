@@ -21,6 +21,7 @@ from stepahead.cli.options import (
     given,
     open_model,
     packaged_model,
+    tell,
 )
 from stepahead.errors import RequestError
 from stepahead.llm.collect import Collector
@@ -29,7 +30,7 @@ from stepahead.llm.offline import LLM
 from stepahead.llm.prompts import read_chat
 from stepahead.types import SamplingParams, params_from
 
-_DEFAULTS: dict[str, Any] = {"temperature": 0.2, "top_p": 0.9, "max_tokens": 1024}
+_DEFAULTS: dict[str, Any] = {"temperature": 0.0, "max_tokens": 1024}
 _HELP = "Ctrl-C stops an answer; /reset forgets the conversation, /exit or Ctrl-D leaves."
 Model = Annotated[
     str | None,
@@ -46,12 +47,7 @@ def chat(
     sampling: SamplingFlags = None,
     engine: EngineFlags = None,
 ) -> int:
-    """Talk to a model.
-
-    Answers are told as they come. Ctrl-C stops an answer, not the program; /reset forgets the
-    conversation, /exit or Ctrl-D leaves. With a pipe on stdin each line is a question, and each
-    answer is a line.
-    """
+    """Talks to a person at a terminal, or answers the lines of a pipe."""
     params = params_from(_DEFAULTS | given(sampling))
     named = str(packaged_model()) if model is None else model
     with open_model(named, engine, chat_template, quiet, max_rows=1) as llm:
@@ -75,7 +71,7 @@ class Conversation:
         """Forgets what was said."""
         self.messages.clear()
 
-    def ask(self, question: str, tell: Callable[[str], None]) -> str:
+    def ask(self, question: str, show: Callable[[str], None]) -> str:
         """The answer, told piece by piece; what there is of it when Ctrl-C stops it.
 
         RequestError when it can't be asked: then nothing was said.  EngineError.
@@ -83,7 +79,7 @@ class Conversation:
         asked = [*self.messages, {"role": "user", "content": question}]
         pieces: list[str] = []
         for piece in self._answer(asked):
-            tell(piece)
+            show(piece)
             pieces.append(piece)
         answer = "".join(pieces)
         self.messages = [*asked, {"role": "assistant", "content": answer}]
@@ -92,9 +88,9 @@ class Conversation:
     def _answer(self, messages: list[dict[str, str]]) -> Iterator[str]:
         llm, collector = self.llm, Collector(self.llm.tokenizer)
         prompt = read_chat(messages, llm.tokenizer)
-        rids = llm.engine.add(prompt.ids, self.params)
-        collector.open(0, prompt, self.params, rids, streaming=True)
         with Interruption() as interruption:
+            rids = llm.engine.add(prompt.ids, self.params)
+            collector.open(0, prompt, self.params, rids, streaming=True)
             while llm.engine.has_work:
                 if interruption.asked:
                     for rid in rids:
@@ -135,7 +131,7 @@ def _answer_aloud(conversation: Conversation, question: str) -> None:
         conversation.ask(question, lambda piece: print(piece, end="", flush=True))
         print()
     except RequestError as error:
-        print(f"{error} (/reset begins anew)", file=sys.stderr)
+        tell(f"{error}; /reset begins anew")
 
 
 def _pipe(conversation: Conversation) -> int:
@@ -151,7 +147,7 @@ def _pipe(conversation: Conversation) -> int:
                 answer = conversation.ask(question, lambda piece: None)
                 print(" ".join(answer.split()), flush=True)
             except RequestError as error:
-                print(f"stepahead: error: {error}", file=sys.stderr)
+                tell(f"error: {error}")
                 print(flush=True)  # answers stay beside their questions
                 code = 1
     return code

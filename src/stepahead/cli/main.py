@@ -5,6 +5,7 @@ Loads no verb before it is called, and no torch.
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Sequence
@@ -25,14 +26,34 @@ app = App(
     help="An LLM serving engine that is always one step ahead of the device.",
     version=__version__,
 )
+# the first paragraph is told in the list of verbs, all of it by the verb's own --help
 _VERBS = {
-    "stepahead.cli.run:run": "Answer a file of prompts; resumable.",
-    "stepahead.cli.chat:chat": "Talk to a model.",
-    "stepahead.cli.bench:app": "Measure a model with each loop, or a part of the engine.",
-    "stepahead.cli.demo:demo": "32 prompts with the host in the way, then with the host hidden.",
+    "stepahead.cli.run:run": """Answer a file of prompts; resumable.
+
+    A line of the input is {"prompt": "..."}, {"messages": [...]} or {"prompt_token_ids": [...]}, if
+    you like with an "id" (else it is the line's number) and with sampling parameters of its own.
+    Answers come as they end, with "id" and "line". After an interruption run the same command
+    again: what is answered is not asked again. The exit code is 1 if some lines failed.
+    """,
+    "stepahead.cli.chat:chat": """Talk to a model.
+
+    Answers are told as they come. Ctrl-C stops an answer, not the program; /reset forgets the
+    conversation, /exit or Ctrl-D leaves. With a pipe on stdin each line is a question, and each
+    answer is a line.
+    """,
+    "stepahead.cli.bench:app": """Measure a model with each loop, or a part of the engine.
+
+    Prompts of random tokens are asked all at once and answered greedily at full length. The last
+    line on stdout is JSON.
+    """,
+    "stepahead.cli.demo:demo": """32 prompts with the host in the way, then with the host hidden.
+
+    A real model, once with each loop: figures side by side, the same tokens, and a picture. The
+    exit code is 1 if answers differ by more than rounding explains.
+    """,
 }
 for place, words in _VERBS.items():
-    app.command(place, name=_name(place), help=words)
+    app.command(place, name=_name(place), help=inspect.cleandoc(words))
 
 
 def main() -> None:

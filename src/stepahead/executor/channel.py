@@ -18,6 +18,7 @@ from functools import partial
 from stepahead.executor.aside import Aside
 
 _HEADER = struct.Struct("<IB")
+_HEADER_BYTES = _HEADER.size
 _INBOX_BYTES = 1 << 16
 
 
@@ -48,12 +49,9 @@ class Channel:
         other side is known to be gone.
         """
         frame = _HEADER.pack(len(payload), kind) + payload
-        if self._backlog.idle:
-            sent = self._send_some(frame)
-            if sent == len(frame):
-                return
-            frame = frame[sent:]
-        self._backlog.put(partial(self._send_rest, frame))
+        sent = self._send_some(frame) if self._backlog.idle else 0
+        if sent < len(frame):
+            self._backlog.put(partial(self._send_rest, frame[sent:]))
 
     def _send_some(self, frame: bytes) -> int:
         try:
@@ -71,20 +69,25 @@ class Channel:
 
         What has come is kept in the inbox, so an interrupted wait (Ctrl-C) loses nothing.
         """
-        while self._held < _HEADER.size:
+        while self._held < _HEADER_BYTES:
             self._fill(len(self._inbox))
         length, kind = _HEADER.unpack_from(self._inbox)
-        end = _HEADER.size + length
+        end = _HEADER_BYTES + length
+        if self._held < end:
+            self._fill_to(end)
+        payload = bytes(self._inbox[_HEADER_BYTES:end])
+        rest = self._held - end
+        if rest:
+            self._inbox[:rest] = self._inbox[end : self._held]
+        self._held = rest
+        return kind, payload
+
+    def _fill_to(self, end: int) -> None:
         if end > len(self._inbox):
             self._grow(end)
         while self._held < end:
             # The kernel gathers a large frame without coming back for each piece of it.
             self._fill(end, socket.MSG_WAITALL)
-        payload = bytes(self._inbox[_HEADER.size : end])
-        rest = self._held - end
-        self._inbox[:rest] = self._inbox[end : self._held]
-        self._held = rest
-        return kind, payload
 
     def _fill(self, end: int, flags: int = 0) -> None:
         count = self._sock.recv_into(self._inbox[self._held : end], 0, flags)

@@ -97,7 +97,8 @@ def _keep(
     started: Future[subprocess.Popen[bytes]],
     on_end: WeakMethod[Callable[[], None]],
 ) -> None:
-    # The child inherits this: Ctrl-C goes to the whole terminal, and the parent is to decide.
+    # The child is born with this and never hears Ctrl-C, which goes to the whole terminal: the
+    # parent is to decide.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         with sock:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import faulthandler
 import os
 import pickle
-import signal
 import socket
 import threading
 import traceback
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 
 def main(fd: int) -> None:
     """The whole life of a worker whose end of the channel is `fd`."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
     die_with_parent()
     os.set_inheritable(fd, False)  # else a process started here would keep the channel open

@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -139,36 +139,37 @@ class LLM:
         params = _params_for(len(prompts), sampling_params)
         collector = Collector(self.tokenizer)
         keys = [str(next(self._keys)) for _ in prompts]
-        try:
-            for place, prompt in enumerate(prompts):
-                with _naming(f"{name}[{place}]"):
-                    asked = read(prompt)
-                    rids = self.engine.add(asked.ids, params[place])
-                collector.open(keys[place], asked, params[place], rids)
-        except BaseException:
-            self.drain(collector.rids())
-            raise
-        done = self._run(collector, len(prompts), use_tqdm)
+        done: dict[Any, RequestOutput] = {}
+        with Interruption() as interruption:
+            try:
+                for place, prompt in enumerate(prompts):
+                    with _naming(f"{name}[{place}]"):
+                        asked = read(prompt)
+                        rids = self.engine.add(asked.ids, params[place])
+                    collector.open(keys[place], asked, params[place], rids)
+                    if interruption.asked:
+                        raise KeyboardInterrupt
+                with Bar(len(prompts), use_tqdm) as bar:
+                    for news, outputs in self._steps(collector, interruption):
+                        done.update(news.done)
+                        count_news(bar, news, outputs)
+            except BaseException:
+                self.drain(collector.rids())
+                raise
         outputs = [done[key] for key in keys]
         if self.engine.failure is not None:
             raise _with_outputs(self.engine.failure, outputs)
         return outputs
 
-    def _run(
-        self, collector: Collector, total: int, use_tqdm: bool | None
-    ) -> dict[Any, RequestOutput]:
-        done: dict[Any, RequestOutput] = {}
-        with Interruption() as interruption, Bar(total, use_tqdm) as bar:
-            while self.engine.has_work and not interruption.asked:
-                outputs = self.step()
-                if outputs is not None:
-                    news = collector.take(outputs)
-                    done.update(news.done)
-                    count_news(bar, news, outputs)
-        if interruption.asked:
-            self.drain(collector.rids())
-            raise KeyboardInterrupt
-        return done
+    def _steps(
+        self, collector: Collector, interruption: Interruption
+    ) -> Iterator[tuple[News, Outputs]]:
+        while self.engine.has_work:
+            outputs = self.step()
+            if outputs is not None:
+                yield collector.take(outputs), outputs
+            if interruption.asked:
+                raise KeyboardInterrupt
 
     def step(self) -> Outputs | None:
         """One step of the engine; an interrupt or a fault inside it closes the engine."""
@@ -224,5 +225,5 @@ def _params_for(count: int, given: Params) -> list[SamplingParams]:
 
 
 def _with_outputs(error: EngineError, outputs: list[RequestOutput]) -> EngineError:
-    vars(error)["outputs"] = outputs
+    error.outputs = outputs
     return error

@@ -65,10 +65,10 @@ def _read_mapping(prompt: Mapping[str, Any], texts: Texts) -> Prompt:
             str(unknown[0]),
         )
     if "prompt_token_ids" in prompt:
-        ids = read_prompt(prompt["prompt_token_ids"], texts)
-        if ids.text is not None:
+        ids = prompt["prompt_token_ids"]
+        if isinstance(ids, (str, Mapping)):
             raise InvalidParameter("prompt_token_ids must be token ids", "prompt_token_ids")
-        return Prompt(ids.ids, prompt.get("prompt"))
+        return Prompt(read_prompt(ids, texts).ids, prompt.get("prompt"))
     if not isinstance(prompt.get("prompt"), str):
         raise InvalidParameter("a prompt's 'prompt' must be text", "prompt")
     return read_prompt(prompt["prompt"], texts)

@@ -168,6 +168,8 @@ def _read_header(path: Path, cursor: _Cursor) -> GGUFFile:
         metadata[key] = cursor.value(cursor.scalar("I"))
     listed = list(_tensor_entries(cursor, tensor_count))
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise WeightError(f"{path}: general.alignment is {alignment!r}; the file is damaged")
     start = -(-cursor.offset // alignment) * alignment
     tensors = {entry[0]: _place(path, start, cursor.size_bytes, *entry) for entry in listed}
     return GGUFFile(path, metadata, tensors)

@@ -378,6 +378,10 @@ class _Metadata:
     def optional(self, key: str) -> Any:
         return self.values.get(f"{self.architecture}.{key}")
 
+    def token_id(self, kind: str) -> int | None:
+        value = self.values.get(f"tokenizer.ggml.{kind}_token_id")
+        return value if isinstance(value, int) else None
+
     def refuse(self, key: str, unless: Any) -> None:
         """Refuse the file if the key is there with another value than `unless`."""
         value = self.optional(key)
@@ -414,7 +418,7 @@ def _read_gguf(path: Path) -> ModelSpec:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise WeightError(f"{path}: tensor 'token_embd.weight' is missing; convert the model again")
-    window = meta.optional("attention.sliding_window")
+    window = meta.number("attention.sliding_window", 0.0)
     return _clamp_to_window(
         ModelSpec(
             architecture=GGUF_ARCHITECTURES[kind],
@@ -433,21 +437,18 @@ def _read_gguf(path: Path) -> ModelSpec:
             o_bias="blk.0.attn_output.bias" in file.tensors,
             mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
             qk_norm=kind == "qwen3",
-            eos_token_ids=_ids(
-                file.metadata.get("tokenizer.ggml.eos_token_id"),
-                file.metadata.get("tokenizer.ggml.eot_token_id"),
-            ),
-            bos_token_id=file.metadata.get("tokenizer.ggml.bos_token_id"),
+            eos_token_ids=_ids(meta.token_id("eos"), meta.token_id("eot")),
+            bos_token_id=meta.token_id("bos"),
             path=str(path),
             format="gguf",
-            sliding_window=window or None,
+            sliding_window=int(window) or None,
         )
     )
 
 
 def _refuse_gguf_variants(meta: _Metadata, head_dim: int) -> None:
     parts = meta.values.get("split.count", 1)
-    if parts > 1:
+    if parts not in (0, 1):
         raise UnsupportedModel(
             f"{meta.path}: one of {parts} parts; join them first (llama-gguf-split --merge)"
         )

@@ -20,6 +20,7 @@ class StagedStep:
 
     `rows_dev` int64[n] decode slots; `tokens_dev` int64[n] their inputs, or None for the relay's.
     `chunk_tokens_dev` int64[3, t]: token, slot, position of each prompt position of the step.
+    `chunk_ends_dev` int64[2, c]: slot and context length of each chunk.
     `chunks`: (slot, first token among the step's, count, context length) of each chunk.
     `sampled_dev` int64[r]: which of the step's tokens are sampled after, None for "the rows".
     `slots_dev` int64[r]: their slots.
@@ -28,6 +29,7 @@ class StagedStep:
     rows_dev: Tensor
     tokens_dev: Tensor | None
     chunk_tokens_dev: Tensor | None
+    chunk_ends_dev: Tensor | None
     chunks: tuple[tuple[int, int, int, int], ...]
     sampled_dev: Tensor | None
     slots_dev: Tensor
@@ -93,5 +95,5 @@ def build_inputs(
 def advance(step: StagedStep, slots: SlotState) -> None:
     """Runs on the forward stream, after the model: the slots are that much longer."""
     slots.length_dev[step.rows_dev] += 1
-    for slot, _, _, end in step.chunks:
-        slots.length_dev[slot] = end
+    if step.chunk_ends_dev is not None:
+        slots.length_dev[step.chunk_ends_dev[0]] = step.chunk_ends_dev[1]

@@ -206,17 +206,21 @@ class Runner:
         computed[rows] += 1
         tokens = None if plan.tokens is None else self._upload(plan.tokens)
         if not len(plan.chunks):
-            return StagedStep(rows_dev, tokens, None, (), None, rows_dev, decode_len)
+            return StagedStep(rows_dev, tokens, None, None, (), None, rows_dev, decode_len)
         chunk_table = plan.chunk_table
         chunks = chunk_rows(plan, len(rows))
         prompt = self._upload(chunk_tokens(plan, self._prompts))
-        computed[chunk_table[:, 0]] = chunk_table[:, 1] + chunk_table[:, 2]
+        owners, lengths = chunk_table[:, 0], chunk_table[:, 1] + chunk_table[:, 2]
+        computed[owners] = lengths
+        chunk_ends = self._upload(np.stack([owners, lengths]))
         ends = [first + count - 1 for _, first, count, _ in chunks]
         sampling = chunk_table[:, 3] > 0
         sampled = np.concatenate([np.arange(len(rows)), np.array(ends, np.int64)[sampling]])
         slots = np.concatenate([rows, chunk_table[sampling, 0]])
         both = self._upload(np.stack([sampled, slots]))
-        return StagedStep(rows_dev, tokens, prompt, chunks, both[0], both[1], decode_len)
+        return StagedStep(
+            rows_dev, tokens, prompt, chunk_ends, chunks, both[0], both[1], decode_len
+        )
 
     def _sample_group(self, plan: Plan) -> SampleGroup:
         sampling = [slot for slot, _, _, samples in plan.chunk_table.tolist() if samples]
@@ -272,11 +276,12 @@ class Runner:
         logits = self._model.logits(
             hidden if step.sampled_dev is None else hidden[step.sampled_dev]
         )
-        wanted = torch.from_numpy(group.logprob_rows).to(torch.int64)
-        raw = logits[wanted] if len(wanted) else None  # a copy: sampling changes logits in place
+        wanted = group.logprob_rows_dev
+        # a copy: sampling changes logits in place
+        raw = None if wanted is None else logits[wanted]
         positions = self._slots.length_dev[step.slots_dev]
         tokens = sample(logits, group, positions, self._counts)
-        if raw is not None:
+        if wanted is not None and raw is not None:
             box.logprobs.append(describe(raw, tokens[wanted], group.logprob_width))
         self._relay.stash(step.slots_dev, tokens)
         return tokens

@@ -70,7 +70,8 @@ class SampleGroup:
     drawn: Drawn | None
     edits: Edits | None
     penalised: Penalised | None
-    logprob_rows: np.ndarray  # int32[l]
+    logprob_rows: np.ndarray  # int32[l], and the same on the device
+    logprob_rows_dev: Tensor | None
     logprob_width: int
 
 
@@ -93,6 +94,7 @@ def build_group(
         _edits(rows, eos_ids, upload),
         _penalised(rows, counts, upload),
         np.array(wants, np.int32),
+        upload(np.array(wants)) if wants else None,
         width,
     )
 

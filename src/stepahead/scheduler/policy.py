@@ -48,7 +48,7 @@ def output_limit(limits: Limits, prompt_len: int, max_tokens: int | None) -> int
         raise PromptTooLong(
             f"prompt and output need {needed} pages of {limits.page_size} tokens; the pool has "
             f"{limits.num_pages - 1}; shorten the prompt, lower max_tokens or enlarge the pool",
-            "prompt" if prompt_len // limits.page_size >= limits.num_pages - 1 else "max_tokens",
+            "prompt" if -(-prompt_len // limits.page_size) > limits.num_pages - 1 else "max_tokens",
         )
     return granted
 

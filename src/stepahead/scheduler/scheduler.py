@@ -78,9 +78,11 @@ class Scheduler:
         heapq.heappush(self._waiting, (entry.arrival, entry))
 
     def _holds_now(self, prompt_len: int) -> bool:
-        pages = -(-prompt_len // self.limits.page_size)
-        free = self.store.available - spare_pages(self.life.running)
-        return not self._waiting and self.life.running < self.limits.max_rows and pages <= free
+        size, unplaced = self.limits.page_size, (Stage.WAITING, Stage.PREEMPTED)
+        lengths = [len(e.tokens) for e in self._entries.values() if e.stage in unplaced]
+        pages = -(-prompt_len // size) + sum(-(-length // size) for length in lengths)
+        ahead = self.life.running + len(lengths)
+        return ahead < self.limits.max_rows and pages + spare_pages(ahead) <= self.store.available
 
     def abort(self, rid: int) -> Finish | None:
         """Ends a request now; its terminal message, or None if it has had one."""
@@ -93,6 +95,8 @@ class Scheduler:
     def fail_all(self, error: str) -> list[Finish]:
         """The runner is lost: every request ends with `error`, nothing is in flight any more."""
         self._launched.clear()
+        # what was in the air was not written: its pages must not be found by others
+        self.table.planned -= self.table.in_flight
         self.table.frontier[1:4] = 0
         finishes = [self._end(entry, "error", error=error) for entry in [*self._entries.values()]]
         self.life.sweep()

@@ -148,9 +148,11 @@ def lay_out(inputs: StepInputs, shape: HeadShape) -> StepAttention:
     own_head = torch.eye(shape.num_kv_heads, dtype=shape.dtype, device=device)
     own_head = own_head.mul_(shape.head_dim**-0.5).repeat_interleave(per_kv_head, 0).unsqueeze(-1)
     kv_head_dev = torch.arange(shape.num_heads, device=device).view(1, -1, 1) // per_kv_head
+    # An empty row has no softmax; its NaN would be written to its page and spread from there.
+    lens_dev = inputs.decode_lens_dev.clamp(min=1)
     groups = tuple(
-        _decode_group(inputs, shape, kv_head_dev, rows, longest)
-        for rows, longest in group_rows(inputs.decode_lens_dev.tolist(), shape)
+        _decode_group(inputs.decode_pages_dev, lens_dev, shape, kv_head_dev, rows, longest)
+        for rows, longest in group_rows(lens_dev.tolist(), shape)
     )
     chunks = tuple(ChunkReads(row, _chunk_mask(row, shape.dtype)) for row in inputs.chunks)
     return StepAttention(shape, inputs.n_decode, own_head, groups, chunks)
@@ -180,9 +182,13 @@ def group_rows(lens: list[int], shape: HeadShape) -> list[tuple[list[int] | None
 
 
 def _decode_group(
-    inputs: StepInputs, shape: HeadShape, kv_head_dev: Tensor, rows: list[int] | None, longest: int
+    pages: Tensor,
+    lens: Tensor,
+    shape: HeadShape,
+    kv_head_dev: Tensor,
+    rows: list[int] | None,
+    longest: int,
 ) -> DecodeGroup:
-    pages, lens = inputs.decode_pages_dev, inputs.decode_lens_dev
     rows_dev = None
     if rows is not None:
         rows_dev = torch.tensor(rows, dtype=torch.int64, device=pages.device)

@@ -1,0 +1,72 @@
+"""`stepahead bench MODEL`: a table for people, and a last line for machines."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from offline_makers import toy_flags
+from stepahead.cli.main import run_command
+
+SIZES = ["--num-prompts", "6", "--input-len", "20", "--output-len", "8"]
+FIGURES = {
+    "tokens_per_s",
+    "tpot_ms_p50",
+    "tpot_ms_p99",
+    "ttft_ms_p50",
+    "ttft_ms_p99",
+    "host_hidden_us",
+    "host_exposed_us",
+    "device_idle_pct",
+}
+
+
+def test_each_loop_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["bench", "toy", *SIZES, *toy_flags()]) == 0
+    captured = capsys.readouterr()
+    *told, last = captured.out.splitlines()
+    line = json.loads(last)
+    assert {name: line[name] for name in ("bench", "model", "prompts")} == {
+        "bench": "offline",
+        "model": "toy",
+        "prompts": 6,
+    }
+    assert (line["input_len"], line["output_len"]) == (20, 8)
+    for loop in ("serial", "overlap"):
+        figures = line[loop]
+        assert set(figures) == FIGURES
+        assert figures["tokens_per_s"] > 0
+        assert 0 < figures["tpot_ms_p50"] <= figures["tpot_ms_p99"]
+        assert 0 < figures["ttft_ms_p50"] <= figures["ttft_ms_p99"]
+        assert figures["host_exposed_us"] > 0
+        assert 0 < figures["device_idle_pct"] < 100
+    table = "\n".join(told)
+    assert "6 prompts of 20 tokens, 8 out" in table
+    assert "6 in" in table
+    assert "48" in table  # output tokens
+
+
+def test_one_loop_is_measured_if_it_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [*SIZES, *toy_flags(loop="serial"), "--quiet"]
+    assert run_command(["bench", "toy", *flags]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert "serial" in json.loads(captured.out)
+    assert "overlap" not in json.loads(captured.out)
+
+
+@pytest.mark.parametrize(
+    ("verb", "module"), [("host", "host_cost"), ("overlap", "overlap"), ("engine", "overhead")]
+)
+def test_parts_of_the_engine_have_verbs(
+    verb: str, module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # the measurements take minutes, and have tests of their own
+    found = {"bench": module, "us": 1.5}
+    monkeypatch.setattr(f"stepahead.sim.{module}.measure", lambda: found)
+    monkeypatch.setattr(f"stepahead.sim.{module}.table", lambda found: f"table of {found['us']}")
+    assert run_command(["bench", verb]) == 0
+    table, last = capsys.readouterr().out.splitlines()
+    assert table == "table of 1.5"
+    assert json.loads(last) == found

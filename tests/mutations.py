@@ -1,0 +1,494 @@
+"""The guards of the engine, each with the mutation that takes it out and the test that must notice.
+
+`scripts/mutants` runs them all; a few run in the ordinary suite.  docs/proof.md is this list as a
+table.
+"""
+
+from __future__ import annotations
+
+from mutating import Mutation
+
+PAPER = ("tests/pure/test_parity_paper.py",)
+PAPER_FAILS = "test_every_client_hears_the_same_at_any_depth"
+TOY = ("tests/cpu/test_parity_toy.py::test_every_client_hears_the_same[0]",)
+TOY_FAILS = "test_every_client_hears_the_same"
+CLOSED = ("tests/cpu/test_closed_form.py",)
+CLOSED_FAILS = "test_serial_gives_the_closed_form"
+SCHEDULER = ("tests/pure/test_scheduler.py",)
+WASTE = ("tests/cpu/test_parity_waste.py",)
+SAMPLER = ("tests/cpu/test_sampler.py",)
+HOSTILE = ("tests/cpu/test_hostile.py",)
+PREFIX = ("tests/pure/test_prefix.py",)
+
+EDGES = [
+    Mutation(
+        "forward does not wait schedule",
+        "inputs or updates not yet arrived",
+        "runner/runner.py",
+        "        device.wait(Stream.FORWARD, staged)\n",
+        "",
+        TOY,
+        TOY_FAILS,
+    ),
+    Mutation(
+        "copy does not wait forward",
+        "a result read before it exists",
+        "runner/runner.py",
+        "        device.wait(Stream.COPY, device.record(Stream.FORWARD))\n",
+        "",
+        TOY,
+        TOY_FAILS,
+    ),
+    Mutation(
+        "an event that covers too little",
+        "a step that runs before its last upload",
+        "runner/runner.py",
+        "        scores = self._prompt_scores(plan, step)\n"
+        "        staged = device.record(Stream.SCHEDULE)\n",
+        "        staged = device.record(Stream.SCHEDULE)\n"
+        "        scores = self._prompt_scores(plan, step)\n",
+        TOY,
+        TOY_FAILS,
+    ),
+    Mutation(
+        "landing does not wait",
+        "poison taken for tokens",
+        "runner/runner.py",
+        "        self.event.wait()\n",
+        "",
+        TOY,
+        TOY_FAILS,
+    ),
+    Mutation(
+        "the hostile device takes any order for an edge",
+        "a device that finds no missing edge",
+        "device/hostile.py",
+        "        _join(self._clocks[stream.value], event.clock)\n"
+        "        self._queues[stream].append(_Operation(needs=event))\n",
+        "        _join(self._clocks[stream.value], event.clock)\n",
+        HOSTILE,
+        "test_with_an_edge_only_one_order_is_left",
+    ),
+    Mutation(
+        "the hostile device is not poisoned",
+        "a missing wait that reads zeros and passes",
+        "device/hostile.py",
+        "torch.full(array.shape, POISON, dtype=torch.int64)",
+        "torch.from_numpy(array.astype(np.int64))",
+        HOSTILE,
+        "test_memory_is_poison_until_its_copy_has_run",
+    ),
+    Mutation(
+        "the hostile device forgets who reads",
+        "a buffer used again while it is read",
+        "device/hostile.py",
+        "            memory.readers[name] = clock[name]\n",
+        "",
+        HOSTILE,
+        "test_a_missing_edge_is_named_whatever_the_order",
+    ),
+]
+
+RUNNER = [
+    Mutation(
+        "sampled tokens are not stashed",
+        "a step that runs on the token before last",
+        "runner/runner.py",
+        "        self._relay.stash(step.slots_dev, tokens)\n",
+        "",
+        TOY,
+        TOY_FAILS,
+    ),
+    Mutation(
+        "the relay is keyed by row",
+        "tokens that change owners when the rows change",
+        "runner/runner.py",
+        "        self._relay.stash(step.slots_dev, tokens)\n",
+        "        self._relay.stash(torch.arange(1, len(tokens) + 1), tokens)\n",
+        TOY,
+        TOY_FAILS,
+    ),
+    Mutation(
+        "a join's pages are not applied",
+        "a prompt written into the old owner's pages",
+        "runner/slots.py",
+        "        parts = [self._joined(join) for join in plan.joins]\n",
+        "        parts = []\n",
+        TOY,
+        TOY_FAILS,
+    ),
+    Mutation(
+        "a grant is not applied",
+        "tokens written into the padding page",
+        "runner/slots.py",
+        "        if len(plan.grants):\n",
+        "        if False:\n",
+        TOY,
+        TOY_FAILS,
+    ),
+    Mutation(
+        "a join does not set the length",
+        "a prompt corrupted by the old owner's length",
+        "runner/slots.py",
+        "            self.length_dev[updates.lengths_dev[0]] = updates.lengths_dev[1]\n",
+        "            pass\n",
+        TOY,
+        TOY_FAILS,
+    ),
+    Mutation(
+        "the host's shadow of lengths misses a join",
+        "attention that stops short of the newest cells",
+        "runner/slots.py",
+        "        self.computed[changes[0]] = changes[1]\n",
+        "",
+        TOY,
+        TOY_FAILS,
+    ),
+    Mutation(
+        "the sampler's group outlives its rows",
+        "one request's parameters applied to another",
+        "runner/runner.py",
+        "        if not plan.same_rows:\n            self._group = None\n",
+        "",
+        TOY,
+        TOY_FAILS,
+    ),
+    Mutation(
+        "slots do not advance",
+        "a cell written twice",
+        "runner/inputs.py",
+        "    slots.length_dev[step.rows_dev] += 1\n",
+        "",
+        TOY,
+        TOY_FAILS,
+    ),
+]
+
+SAMPLING = [
+    Mutation(
+        "noise does not know the position",
+        "a seeded request that repeats itself",
+        "runner/sampler.py",
+        "row_keys(drawn.keys_dev, positions_dev)",
+        "row_keys(drawn.keys_dev, positions_dev * 0)",
+        CLOSED,
+        CLOSED_FAILS,
+    ),
+    Mutation(
+        "noise does not know the choice",
+        "n answers that are one",
+        "runner/noise.py",
+        "0x9E3779B97F4A7C15 * (choice + 1)",
+        "0x9E3779B97F4A7C15",
+        SAMPLER,
+        "test_the_noise_is_the_documented_hash",
+    ),
+    Mutation(
+        "noise by row of the batch",
+        "a seeded request that depends on its neighbours",
+        "runner/sampler.py",
+        "row_keys(drawn.keys_dev, positions_dev)",
+        "row_keys(drawn.keys_dev + torch.arange(len(positions_dev)), positions_dev)",
+        SAMPLER,
+        "test_a_token_does_not_depend_on_its_batch",
+    ),
+    Mutation(
+        "penalties count what the host has seen",
+        "a penalty that comes D steps late",
+        "runner/sampler.py",
+        "        counts.count(count_row, tokens[row])\n",
+        "        pass\n",
+        SAMPLER,
+        "test_counts_follow_the_samples_without_the_host",
+    ),
+    Mutation(
+        "penalty counts outlive their owner",
+        "a request punished for another one's words",
+        "runner/counts.py",
+        "        self.prompt_dev[row] = False\n",
+        "",
+        SAMPLER,
+        "test_counts_of_a_new_owner_start_anew_and_growing_keeps_the_others",
+    ),
+    Mutation(
+        "the ban below min_tokens is dropped",
+        "an answer shorter than was asked",
+        "runner/sampler.py",
+        "        if row.params.min_tokens\n",
+        "        if False\n",
+        SAMPLER,
+        "test_min_tokens_end_the_ban_at_their_position",
+    ),
+    Mutation(
+        "log-probabilities of what was left after sampling",
+        "log-probabilities of another distribution",
+        "runner/runner.py",
+        "describe(raw, tokens[wanted], group.logprob_width)",
+        "describe(logits[wanted], tokens[wanted], group.logprob_width)",
+        CLOSED,
+        CLOSED_FAILS,
+    ),
+]
+
+LIFETIME = [
+    Mutation(
+        "an abort frees at once",
+        "pages given to another while a flight writes them",
+        "scheduler/lifetime.py",
+        "        if slot not in self.ghosts or self.table.pins[slot]:\n",
+        "        if slot not in self.ghosts:\n",
+        SCHEDULER,
+        "test_an_abort_in_flight_gives_nothing_back_until_it_lands",
+    ),
+    Mutation(
+        "overshoot tokens count",
+        "tokens after the end",
+        "scheduler/settle.py",
+        "(deaf := table.deaf[at]).any()",
+        "(deaf := table.deaf[at] & False).any()",
+        PAPER,
+        PAPER_FAILS,
+    ),
+    Mutation(
+        "a preempted row's token in flight is dropped",
+        "a token that is sampled twice",
+        "scheduler/lifetime.py",
+        "        self.counters.preemptions += 1\n",
+        "        self.counters.preemptions += 1\n        self.table.deaf[entry.slot] = True\n",
+        WASTE,
+        "test_without_stops_each_token_is_sampled_once_however_short_the_pages",
+    ),
+    Mutation(
+        "two ends",
+        "two terminal messages",
+        "scheduler/scheduler.py",
+        "            if entry is not None and entry.stage is not Stage.ENDED:\n",
+        "            if entry is not None:\n",
+        PAPER,
+        PAPER_FAILS,
+    ),
+    Mutation(
+        "a stop rule is left behind",
+        "a look-up that flags ever more tokens",
+        "scheduler/lifetime.py",
+        "        self.stops.remove(entry.rule)\n",
+        "",
+        PAPER,
+        PAPER_FAILS,
+    ),
+    Mutation(
+        "a released slot keeps its generation",
+        "a foreign completion taken for the new owner's",
+        "scheduler/table.py",
+        "        self.generation[slot] += 1\n",
+        "",
+        ("tests/pure/test_table.py",),
+        "test_a_slot_comes_back_clean_and_one_generation_on",
+    ),
+    Mutation(
+        "a lost runner's plans count as written",
+        "pages found by others that nobody ever wrote",
+        "scheduler/scheduler.py",
+        "        self.table.planned -= self.table.in_flight\n",
+        "",
+        SCHEDULER,
+        "test_a_lost_runner_ends_everyone_once_and_leaves_no_unwritten_page",
+    ),
+    Mutation(
+        "a preempted request keeps no outputs",
+        "an answer that begins again",
+        "scheduler/lifetime.py",
+        "            entry.tokens = self.known_tokens(entry)\n",
+        "            pass\n",
+        PAPER,
+        PAPER_FAILS,
+    ),
+    Mutation(
+        "closing forgets who waits",
+        "a request that never hears its end",
+        "scheduler/scheduler.py",
+        "        return list(self._entries)\n",
+        "        return [rid for rid, entry in self._entries.items() if entry.slot]\n",
+        ("tests/pure/test_engine_ends.py",),
+        "test_closing_ends_everyone_once",
+    ),
+]
+
+PLANNING = [
+    Mutation(
+        "stop rules are not looked at",
+        "an answer that goes on after its end",
+        "scheduler/scheduler.py",
+        "self.stops.candidates(settled.tokens).tolist()",
+        "self.stops.candidates(settled.tokens[:0]).tolist()",
+        CLOSED,
+        CLOSED_FAILS,
+    ),
+    Mutation(
+        "a row certain to end is launched again",
+        "a wasted row for each request",
+        "scheduler/rows.py",
+        "        table.decoding[ending] = False\n",
+        "",
+        SCHEDULER,
+        "test_a_row_certain_to_end_is_never_launched_again",
+    ),
+    Mutation(
+        "pages come one step late",
+        "a token written where the slot has no page",
+        "scheduler/rows.py",
+        "        return int(ahead.min())\n",
+        "        return int(ahead.min()) + 1\n",
+        PAPER,
+        PAPER_FAILS,
+    ),
+    Mutation(
+        "rows left out wait for a change",
+        "a request deferred for ever",
+        "scheduler/rows.py",
+        "        self.life.changed = True\n        return table.rows(keep.nonzero()[0])\n",
+        "        return table.rows(keep.nonzero()[0])\n",
+        PAPER,
+        PAPER_FAILS,
+    ),
+    Mutation(
+        "the oldest may be a victim",
+        "two requests that preempt each other for ever",
+        "scheduler/policy.py",
+        "    younger = (entry for entry in running if entry.arrival > needy.arrival)\n"
+        "    return max(younger, key=lambda entry: entry.arrival, default=None)\n",
+        "    others = (entry for entry in running if entry is not needy)\n"
+        "    return min(others, key=lambda entry: entry.arrival, default=None)\n",
+        SCHEDULER,
+        "test_the_youngest_yields_and_every_answer_is_whole",
+    ),
+    Mutation(
+        "admission leaves no page for those that run",
+        "a newcomer that is preempted at once",
+        "scheduler/lifetime.py",
+        "        if store.available < needed + spare:\n",
+        "        if store.available < needed:\n",
+        SCHEDULER,
+        "test_an_admission_leaves_a_page_for_each_running_row",
+    ),
+    Mutation(
+        "matched pages are held too late",
+        "a hit on a page that was evicted for it",
+        "scheduler/lifetime.py",
+        "        store.tree.hold(hit)  # before counting: a matched page is no longer evictable\n"
+        "        if store.available < needed + spare:\n"
+        "            store.tree.release(hit, (), tokens[:0])\n"
+        "            return None\n"
+        "        fresh = store.take(needed)\n",
+        "        if store.available < needed + spare:\n"
+        "            return None\n"
+        "        fresh = store.take(needed)\n"
+        "        store.tree.hold(hit)\n",
+        PAPER,
+        PAPER_FAILS,
+    ),
+    Mutation(
+        "log-probabilities keep the rows of the result",
+        "log-probabilities of the neighbour",
+        "scheduler/heard.py",
+        "            rows=place[values.rows[keep]].astype(np.int32),\n",
+        "            rows=values.rows[keep],\n",
+        PAPER,
+        PAPER_FAILS,
+    ),
+    Mutation(
+        "rows are not sent when they changed",
+        "a step that runs the rows of the step before",
+        "scheduler/scheduler.py",
+        "same, self._sent_rows = rows is self._sent_rows, rows\n",
+        "same, self._sent_rows = rows.count == self._sent_rows.count, rows\n",
+        PAPER,
+        PAPER_FAILS,
+    ),
+    Mutation(
+        "the overlap loop looks at once",
+        "a host that the device waits for",
+        "loop/overlap.py",
+        "    if core.flights == core.depth or (core.flights and not launched):\n",
+        "    if core.flights:\n",
+        WASTE,
+        "test_stop_tokens_launch_one_step_more_for_each_step_ahead",
+    ),
+]
+
+PAGES = [
+    Mutation(
+        "planned prompt pages are published",
+        "a prefix hit on what no step has written yet",
+        "scheduler/settle.py",
+        "        settled = table.planned[slots] - table.in_flight[slots]\n",
+        "        settled = table.planned[slots]\n",
+        PAPER,
+        PAPER_FAILS,
+    ),
+    Mutation(
+        "an overshoot's position is published",
+        "a prefix hit on a token that the mirror never had",
+        "scheduler/lifetime.py",
+        "        written = min(table.settled(slot), int(table.length[slot]) - 1)\n",
+        "        written = table.settled(slot)\n",
+        SCHEDULER,
+        "test_what_an_overshoot_wrote_is_found_by_nobody",
+    ),
+    Mutation(
+        "a chain is let go root first",
+        "a page evicted before its children",
+        "cache/prefix.py",
+        "        for page in reversed(chain):\n",
+        "        for page in chain:\n",
+        PREFIX,
+        "test_the_tree_is_its_model",
+    ),
+    Mutation(
+        "use does not make a page young",
+        "the warmest pages evicted first",
+        "cache/prefix.py",
+        "                idle.move_to_end(page)\n",
+        "",
+        PREFIX,
+        "test_the_tree_is_its_model",
+    ),
+    Mutation(
+        "a duplicate page is lost",
+        "a pool that shrinks",
+        "cache/store.py",
+        "        if duplicates:\n            self.free.give(np.array(duplicates, np.int32))\n",
+        "",
+        PREFIX,
+        "test_the_tree_is_its_model",
+    ),
+    Mutation(
+        "a hit covers the whole prompt",
+        "a prompt of which nothing is left to compute",
+        "cache/store.py",
+        "        most = (len(tokens) - 1) // self.page_size\n",
+        "        most = len(tokens) // self.page_size\n",
+        ("tests/pure/test_pages.py",),
+        "test_a_hit_leaves_a_token_to_compute",
+    ),
+    Mutation(
+        "tokens are appended to the page before",
+        "a prefix key of other tokens than the page holds",
+        "scheduler/settle.py",
+        "        turned = ((position & (size - 1)) == 0).nonzero()[0]\n",
+        "        turned = ((position & (size - 1)) == 1).nonzero()[0]\n",
+        PAPER,
+        PAPER_FAILS,
+    ),
+    Mutation(
+        "a stop string is looked for in its last token only",
+        "a stop string across tokens that is missed",
+        "scheduler/stop.py",
+        "        found = {token for i in range(len(text)) for token in self._starting(text[i:])}\n",
+        "        found = set()\n",
+        ("tests/pure/test_stop.py",),
+        "test_every_end_of_a_naive_search_is_found_and_no_other",
+    ),
+]
+
+MUTATIONS = [*EDGES, *RUNNER, *SAMPLING, *LIFETIME, *PLANNING, *PAGES]

@@ -1,0 +1,172 @@
+"""Options: other engines' spellings, what is refused, and a reason for all that was settled."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from stepahead.config import (
+    ALIASES,
+    CHOICES,
+    MAX_ROWS,
+    EngineConfig,
+    ModelFacts,
+    config_from,
+    resolve,
+)
+from stepahead.errors import ConfigError, NotEnoughMemory
+
+FACTS = ModelFacts(vocab_size=64, max_len=128, eos_ids=(1,), kv_bytes_per_token=1 << 10)
+PLENTY = 1 << 34
+NAN, INF = float("nan"), float("inf")
+NOT_COUNTS: list[Any] = [0, -1, 1.5, "2", True, NAN]
+
+BAD: dict[str, list[Any]] = {
+    "loop": ["fast", None, 1],
+    "executor": ["thread", None],
+    "device": ["cuda:99", None],
+    "device_seed": ["1", 1.0, None, True],
+    "dtype": ["float8", None, 32],
+    "max_model_len": NOT_COUNTS,
+    "max_rows": [*NOT_COUNTS, None, MAX_ROWS + 1],
+    "max_step_tokens": [*NOT_COUNTS, None],
+    "page_size": [*NOT_COUNTS, None, 3, 24],
+    "num_pages": NOT_COUNTS,
+    "kv_memory_gb": [0, -1, "4", True, NAN, INF, 1e9],
+    "prefix_cache": [None, 1, "yes"],
+    "seed": ["1", 1.0, None, True],
+    "threads": NOT_COUNTS,
+    "debug": [None, 0, "no"],
+}
+
+
+def test_the_list_covers_every_option() -> None:
+    assert ["model", *BAD] == [field.name for field in dataclasses.fields(EngineConfig)]
+
+
+@pytest.mark.parametrize(("name", "value"), [(n, v) for n, vs in BAD.items() for v in vs])
+def test_a_bad_value_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=name):
+        config_from("toy", {name: value})
+
+
+@pytest.mark.parametrize(("name", "choice"), [(n, c) for n, cs in CHOICES.items() for c in cs])
+def test_every_choice_is_taken(name: str, choice: str) -> None:
+    options = {name: choice} | ({"executor": "inline"} if name == "device" else {})
+    assert getattr(config_from("toy", options), name) == choice
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_other_engines_spellings_mean_our_options(alias: str) -> None:
+    ours = ALIASES[alias]
+    value = False if ours == "prefix_cache" else 32
+    assert config_from("toy", {alias: value}) == config_from("toy", {ours: value})
+    assert getattr(config_from("toy", {alias: value}), ours) == value
+    with pytest.raises(ConfigError, match=ours):
+        config_from("toy", {alias: value, ours: value})
+    with pytest.raises(ConfigError, match=ours):
+        config_from("toy", {ours: value, alias: value})
+
+
+@pytest.mark.parametrize("name", ["max_rowz", "model", ""])
+def test_an_unknown_option_is_named_and_the_known_ones_listed(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown option '{name}'.*max_rows"):
+        config_from("toy", {name: 1})
+
+
+def test_two_sizes_for_one_pool_contradict() -> None:
+    with pytest.raises(ConfigError, match="num_pages and kv_memory_gb"):
+        config_from("toy", {"num_pages": 4, "kv_memory_gb": 1})
+
+
+def test_the_hostile_device_is_inline_only() -> None:
+    with pytest.raises(ConfigError, match="executor=inline"):
+        config_from("toy", {"device": "hostile", "executor": "process"})
+
+
+@pytest.mark.parametrize(
+    ("loop", "depth", "relay"), [("serial", 1, "host"), ("overlap", 2, "slot")]
+)
+def test_a_loop_has_its_depth_and_relay_and_spare_slots(loop: str, depth: int, relay: str) -> None:
+    config = config_from("toy", {"loop": loop, "max_rows": 7})
+    assert (config.depth, config.relay) == (depth, relay)
+    assert config.num_slots == 1 + 7 * depth
+
+
+def settled(available: int = PLENTY, **options: Any) -> tuple[EngineConfig, str]:
+    """The effective configuration and its reasons."""
+    answer = resolve(config_from("toy", options), FACTS, available)
+    return answer.config, "; ".join(answer.reasons)
+
+
+def test_what_is_left_open_is_settled_and_said() -> None:
+    config, reasons = settled(max_rows=4)
+    assert config.max_model_len == 128
+    assert config.num_pages == 4 * 128 // 16 + 1  # page 0 is padding
+    assert config.threads is not None
+    assert config.threads >= 1
+    for words in ("max_model_len=128: the model's own", "num_pages=32: every row", "threads="):
+        assert words in reasons
+
+
+def test_what_is_given_is_kept_and_needs_no_reason() -> None:
+    config, reasons = settled(
+        max_model_len=64, num_pages=9, threads=3, max_rows=2, max_step_tokens=8
+    )
+    assert (config.max_model_len, config.num_pages, config.threads) == (64, 10, 3)
+    assert config.max_step_tokens == 8
+    assert reasons == ""
+
+
+def test_the_pool_is_a_quarter_of_what_is_free_where_that_is_less() -> None:
+    page_bytes = 16 << 10
+    config, reasons = settled(available=40 * page_bytes)
+    assert config.num_pages == 10
+    assert "num_pages=9: a quarter of free memory" in reasons
+
+
+def test_a_pool_in_gib_is_that_many_pages() -> None:
+    config, reasons = settled(kv_memory_gb=1)
+    assert config.num_pages == (1 << 30) // (16 << 10)
+    assert "kv_memory_gb=1" in reasons
+
+
+def test_a_step_holds_every_row() -> None:
+    config, reasons = settled(max_rows=64, max_step_tokens=8)
+    assert config.max_step_tokens == 64
+    assert "max_step_tokens=64" in reasons
+
+
+def test_the_models_length_is_a_bound() -> None:
+    with pytest.raises(ConfigError, match=r"max_model_len=129.*128"):
+        settled(max_model_len=129)
+    assert settled(max_model_len=128)[0].max_model_len == 128
+
+
+@pytest.mark.parametrize("options", [{"num_pages": 1 << 20}, {"kv_memory_gb": 64}])
+def test_a_pool_that_does_not_fit_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(NotEnoughMemory, match=r"GiB.*lower num_pages"):
+        settled(**options)
+
+
+def test_weights_take_memory_too() -> None:
+    config = config_from("toy", {"num_pages": 63})
+    facts = dataclasses.replace(FACTS, weight_bytes=1 << 20)
+    assert resolve(config, facts, (1 << 20) + (64 * 16 << 10)).pages == 64
+    with pytest.raises(NotEnoughMemory):
+        resolve(config, facts, (1 << 20) + (64 * 16 << 10) - 1)
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_memory_gb": 1e-9}])
+def test_a_pool_of_no_page_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(NotEnoughMemory):
+        settled(available=1000, **options)
+
+
+def test_resolving_twice_changes_nothing() -> None:
+    once, _ = settled(max_rows=4)
+    again = resolve(dataclasses.replace(once, num_pages=once.num_pages - 1), FACTS, PLENTY)
+    assert again.config == once
+    assert again.reasons == ()
