@@ -167,6 +167,7 @@ class Told:
     logprobs: list[Row] = field(default_factory=list)
     prompt_logprobs: dict[int, Row] = field(default_factory=dict)
     retold: list[tuple[Row, Row]] = field(default_factory=list)
+    firsts: int = 0
     finish: Finish | None = None
     refused: str = ""
 
@@ -174,6 +175,11 @@ class Told:
     def aborted(self) -> bool:
         """Whether it gave up before its end."""
         return self.finish is not None and self.finish.reason == "abort"
+
+    @property
+    def ended_early(self) -> bool:
+        """Whether the scheduler could not foresee its end."""
+        return self.finish is not None and self.finish.reason != "length"
 
 
 Who = tuple[int, int]  # request of the workload, choice
@@ -202,7 +208,8 @@ class Client:
         engine.scheduler.life.preempt = self._watch_preempt  # type: ignore[method-assign]
 
     def _watch_preempt(self, entry: Entry) -> None:
-        self.run.counts["preempted in flight"] += self.engine.scheduler.table.pins[entry.slot] > 0
+        pins = int(self.engine.scheduler.table.pins[entry.slot])
+        self.run.counts["preempted in flight"] += pins > 0
         self._preempt(entry)
 
     def play(self) -> Run:
@@ -257,7 +264,9 @@ class Client:
             assert one.finish is None, "a token after the end"
             one.tokens.append(token)
         for rid in outputs.first:
-            assert len(told[self._who[rid]].tokens) == 1, "a first token that is not the first"
+            one = told[self._who[rid]]
+            one.firsts += 1
+            assert len(one.tokens) == 1, "a first token that is not the first"
         self._hear_logprobs(outputs)
         for finish in outputs.finishes:
             one = told[self._who[finish.rid]]
@@ -286,14 +295,29 @@ class Client:
                 )
 
     def _finish(self) -> None:
-        for who, one in self.run.told.items():
-            assert one.refused or one.finish is not None, f"{who} never heard its end"
-            params = self.work.asks[who[0]].params
-            if not one.refused and params.logprobs is not None:
-                assert len(one.logprobs) == len(one.tokens), "a token without log-probabilities"
-        self.engine.scheduler.check_at_rest()
-        self.run.counts.update(self.engine.scheduler.life.counters.as_dict())
+        for (index, choice), one in self.run.told.items():
+            if not one.refused:
+                assert one.finish is not None, f"{index, choice} never heard its end"
+                self._finish_one(self.work.asks[index], one, one.finish)
+        scheduler, counts = self.engine.scheduler, self.run.counts
+        scheduler.check_at_rest()
+        counts.update(scheduler.life.counters.as_dict())
+        early = sum(one.ended_early for one in self.run.told.values())
+        ahead = self.engine._core.depth - 1
+        assert counts["overshoot_rows"] <= early * ahead, "more rows wasted than D - 1 an end"
         self.engine.close()
+
+    def _finish_one(self, ask: Ask, one: Told, end: Finish) -> None:
+        assert one.firsts == bool(one.tokens), "not one first token"
+        if ask.params.logprobs is not None:
+            assert len(one.logprobs) == len(one.tokens), "a token without log-probabilities"
+        assert 0 <= end.cached_tokens < len(ask.prompt), "nothing was left to compute"
+        assert end.cached_tokens % self.work.options["page_size"] == 0, "half a page was cached"
+        if (
+            not self.work.options.get("prefix_cache", True)
+            or ask.params.prompt_logprobs is not None
+        ):
+            assert end.cached_tokens == 0, "cached without a cache"
 
 
 def _row(values: LogprobRows, i: int, width: int) -> Row:
@@ -381,6 +405,7 @@ def check(
     player: Callable[[Workload, Variant], Run] = play,
     compare: Callable[[Told, Told], str] = exactly,
     oracle: Variant = ORACLE,
+    replay: str = "tests/harness.py",
 ) -> tuple[Run, Counter[str]]:
     """Plays a seed's workload on the oracle and on each variant; the oracle's run and all counts.
 
@@ -407,7 +432,7 @@ def check(
     except AssertionError:
         variant, kept, line = _shrunk(everyone, [oracle, *variants], fault)
         raise AssertionError(
-            f"{line}\nreplay: python tests/harness.py --seed {seed} "
+            f"{line}\nreplay: python {replay} --seed {seed} "
             f"--keep {','.join(map(str, kept))} {variant}"
         ) from None
     return right, counts
@@ -426,9 +451,13 @@ def _shrunk(
     return variant, kept, fault(kept, variant) or "failed once, not again"
 
 
-def main() -> None:
-    """Replays one line."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
+def replay(
+    make: Callable[[int], Workload],
+    player: Callable[[Workload, Variant], Run],
+    compare: Callable[[Told, Told], str],
+) -> None:
+    """Reads one replay line from the command line and prints what differs."""
+    parser = argparse.ArgumentParser(description=replay.__doc__)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--keep", default="", help="numbers of the requests to keep, all if empty")
     parser.add_argument("--loop", default="overlap")
@@ -436,7 +465,7 @@ def main() -> None:
     parser.add_argument("--device-seed", type=int, default=0)
     parser.add_argument("--depth", type=int, default=0)
     given = parser.parse_args()
-    work = workload(given.seed)
+    work = make(given.seed)
     if given.keep:
         work = work.keeping([int(i) for i in given.keep.split(",")])
     print(work.options)
@@ -444,9 +473,9 @@ def main() -> None:
         print(ask)
     variant = Variant(given.loop, given.device, given.device_seed, given.depth)
     oracle = Variant(device="paper" if given.device == "paper" else "cpu")
-    for line in differences(play(work, oracle), play(work, variant), exactly) or ["the same"]:
-        print(line)
+    lines = differences(player(work, oracle), player(work, variant), compare)
+    print("\n".join(lines) or "the same")
 
 
 if __name__ == "__main__":
-    main()
+    replay(workload, play, exactly)

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 from mutating import Mutation
 
-PAPER = ("tests/pure/test_parity_paper.py",)
-PAPER_FAILS = "test_every_client_hears_the_same_at_any_depth"
-TOY = ("tests/cpu/test_parity_toy.py::test_every_client_hears_the_same[0]",)
-TOY_FAILS = "test_every_client_hears_the_same"
-CLOSED = ("tests/cpu/test_closed_form.py",)
-CLOSED_FAILS = "test_serial_gives_the_closed_form"
-SCHEDULER = ("tests/pure/test_scheduler.py",)
-WASTE = ("tests/cpu/test_parity_waste.py",)
-SAMPLER = ("tests/cpu/test_sampler.py",)
-HOSTILE = ("tests/cpu/test_hostile.py",)
-PREFIX = ("tests/pure/test_prefix.py",)
+PAPER = "tests/pure/test_parity_paper.py::test_every_client_hears_the_same_at_any_depth"
+TOY = "tests/cpu/test_parity_toy.py::test_every_client_hears_the_same[0]"
+CLOSED = "tests/cpu/test_closed_form.py::test_serial_gives_the_closed_form"
+TREE = "tests/pure/test_prefix.py::test_the_tree_is_its_model"
+HOSTILE = "tests/cpu/test_hostile.py::"
+SAMPLER = "tests/cpu/test_sampler.py::"
+SCHEDULER = "tests/pure/test_scheduler.py::"
+WASTE = "tests/cpu/test_parity_waste.py::"
 
 EDGES = [
     Mutation(
@@ -28,7 +25,6 @@ EDGES = [
         "        device.wait(Stream.FORWARD, staged)\n",
         "",
         TOY,
-        TOY_FAILS,
     ),
     Mutation(
         "copy does not wait forward",
@@ -37,7 +33,6 @@ EDGES = [
         "        device.wait(Stream.COPY, device.record(Stream.FORWARD))\n",
         "",
         TOY,
-        TOY_FAILS,
     ),
     Mutation(
         "an event that covers too little",
@@ -48,7 +43,6 @@ EDGES = [
         "        staged = device.record(Stream.SCHEDULE)\n"
         "        scores = self._prompt_scores(plan, step)\n",
         TOY,
-        TOY_FAILS,
     ),
     Mutation(
         "landing does not wait",
@@ -57,7 +51,6 @@ EDGES = [
         "        self.event.wait()\n",
         "",
         TOY,
-        TOY_FAILS,
     ),
     Mutation(
         "the hostile device takes any order for an edge",
@@ -66,8 +59,7 @@ EDGES = [
         "        _join(self._clocks[stream.value], event.clock)\n"
         "        self._queues[stream].append(_Operation(needs=event))\n",
         "        _join(self._clocks[stream.value], event.clock)\n",
-        HOSTILE,
-        "test_with_an_edge_only_one_order_is_left",
+        HOSTILE + "test_with_an_edge_only_one_order_is_left",
     ),
     Mutation(
         "the hostile device is not poisoned",
@@ -75,8 +67,7 @@ EDGES = [
         "device/hostile.py",
         "torch.full(array.shape, POISON, dtype=torch.int64)",
         "torch.from_numpy(array.astype(np.int64))",
-        HOSTILE,
-        "test_memory_is_poison_until_its_copy_has_run",
+        HOSTILE + "test_memory_is_poison_until_its_copy_has_run",
     ),
     Mutation(
         "the hostile device forgets who reads",
@@ -84,8 +75,7 @@ EDGES = [
         "device/hostile.py",
         "            memory.readers[name] = clock[name]\n",
         "",
-        HOSTILE,
-        "test_a_missing_edge_is_named_whatever_the_order",
+        HOSTILE + "test_a_missing_edge_is_named_whatever_the_order",
     ),
 ]
 
@@ -97,7 +87,6 @@ RUNNER = [
         "        self._relay.stash(step.slots_dev, tokens)\n",
         "",
         TOY,
-        TOY_FAILS,
     ),
     Mutation(
         "the relay is keyed by row",
@@ -106,7 +95,6 @@ RUNNER = [
         "        self._relay.stash(step.slots_dev, tokens)\n",
         "        self._relay.stash(torch.arange(1, len(tokens) + 1), tokens)\n",
         TOY,
-        TOY_FAILS,
     ),
     Mutation(
         "a join's pages are not applied",
@@ -115,7 +103,6 @@ RUNNER = [
         "        parts = [self._joined(join) for join in plan.joins]\n",
         "        parts = []\n",
         TOY,
-        TOY_FAILS,
     ),
     Mutation(
         "a grant is not applied",
@@ -124,25 +111,6 @@ RUNNER = [
         "        if len(plan.grants):\n",
         "        if False:\n",
         TOY,
-        TOY_FAILS,
-    ),
-    Mutation(
-        "a join does not set the length",
-        "a prompt corrupted by the old owner's length",
-        "runner/slots.py",
-        "            self.length_dev[updates.lengths_dev[0]] = updates.lengths_dev[1]\n",
-        "            pass\n",
-        TOY,
-        TOY_FAILS,
-    ),
-    Mutation(
-        "the host's shadow of lengths misses a join",
-        "attention that stops short of the newest cells",
-        "runner/slots.py",
-        "        self.computed[changes[0]] = changes[1]\n",
-        "",
-        TOY,
-        TOY_FAILS,
     ),
     Mutation(
         "the sampler's group outlives its rows",
@@ -151,7 +119,6 @@ RUNNER = [
         "        if not plan.same_rows:\n            self._group = None\n",
         "",
         TOY,
-        TOY_FAILS,
     ),
     Mutation(
         "slots do not advance",
@@ -160,11 +127,18 @@ RUNNER = [
         "    slots.length_dev[step.rows_dev] += 1\n",
         "",
         TOY,
-        TOY_FAILS,
     ),
 ]
 
 SAMPLING = [
+    Mutation(
+        "a preempted request's outputs count as prompt",
+        "penalties that a preemption lifts",
+        "runner/runner.py",
+        "                split = join.prompt_len\n",
+        "                split = len(join.tokens)\n",
+        CLOSED,
+    ),
     Mutation(
         "noise does not know the position",
         "a seeded request that repeats itself",
@@ -172,7 +146,6 @@ SAMPLING = [
         "row_keys(drawn.keys_dev, positions_dev)",
         "row_keys(drawn.keys_dev, positions_dev * 0)",
         CLOSED,
-        CLOSED_FAILS,
     ),
     Mutation(
         "noise does not know the choice",
@@ -180,8 +153,7 @@ SAMPLING = [
         "runner/noise.py",
         "0x9E3779B97F4A7C15 * (choice + 1)",
         "0x9E3779B97F4A7C15",
-        SAMPLER,
-        "test_the_noise_is_the_documented_hash",
+        SAMPLER + "test_the_noise_is_the_documented_hash",
     ),
     Mutation(
         "noise by row of the batch",
@@ -189,8 +161,7 @@ SAMPLING = [
         "runner/sampler.py",
         "row_keys(drawn.keys_dev, positions_dev)",
         "row_keys(drawn.keys_dev + torch.arange(len(positions_dev)), positions_dev)",
-        SAMPLER,
-        "test_a_token_does_not_depend_on_its_batch",
+        SAMPLER + "test_a_token_does_not_depend_on_its_batch",
     ),
     Mutation(
         "penalties count what the host has seen",
@@ -198,8 +169,7 @@ SAMPLING = [
         "runner/sampler.py",
         "        counts.count(count_row, tokens[row])\n",
         "        pass\n",
-        SAMPLER,
-        "test_counts_follow_the_samples_without_the_host",
+        SAMPLER + "test_counts_follow_the_samples_without_the_host",
     ),
     Mutation(
         "penalty counts outlive their owner",
@@ -207,8 +177,7 @@ SAMPLING = [
         "runner/counts.py",
         "        self.prompt_dev[row] = False\n",
         "",
-        SAMPLER,
-        "test_counts_of_a_new_owner_start_anew_and_growing_keeps_the_others",
+        SAMPLER + "test_counts_of_a_new_owner_start_anew_and_growing_keeps_the_others",
     ),
     Mutation(
         "the ban below min_tokens is dropped",
@@ -216,8 +185,7 @@ SAMPLING = [
         "runner/sampler.py",
         "        if row.params.min_tokens\n",
         "        if False\n",
-        SAMPLER,
-        "test_min_tokens_end_the_ban_at_their_position",
+        SAMPLER + "test_min_tokens_end_the_ban_at_their_position",
     ),
     Mutation(
         "log-probabilities of what was left after sampling",
@@ -226,7 +194,6 @@ SAMPLING = [
         "describe(raw, tokens[wanted], group.logprob_width)",
         "describe(logits[wanted], tokens[wanted], group.logprob_width)",
         CLOSED,
-        CLOSED_FAILS,
     ),
 ]
 
@@ -237,8 +204,7 @@ LIFETIME = [
         "scheduler/lifetime.py",
         "        if slot not in self.ghosts or self.table.pins[slot]:\n",
         "        if slot not in self.ghosts:\n",
-        SCHEDULER,
-        "test_an_abort_in_flight_gives_nothing_back_until_it_lands",
+        SCHEDULER + "test_an_abort_in_flight_gives_nothing_back_until_it_lands",
     ),
     Mutation(
         "overshoot tokens count",
@@ -247,7 +213,6 @@ LIFETIME = [
         "(deaf := table.deaf[at]).any()",
         "(deaf := table.deaf[at] & False).any()",
         PAPER,
-        PAPER_FAILS,
     ),
     Mutation(
         "a preempted row's token in flight is dropped",
@@ -255,8 +220,7 @@ LIFETIME = [
         "scheduler/lifetime.py",
         "        self.counters.preemptions += 1\n",
         "        self.counters.preemptions += 1\n        self.table.deaf[entry.slot] = True\n",
-        WASTE,
-        "test_without_stops_each_token_is_sampled_once_however_short_the_pages",
+        WASTE + "test_without_stops_each_token_is_sampled_once_however_short_the_pages",
     ),
     Mutation(
         "two ends",
@@ -265,7 +229,6 @@ LIFETIME = [
         "            if entry is not None and entry.stage is not Stage.ENDED:\n",
         "            if entry is not None:\n",
         PAPER,
-        PAPER_FAILS,
     ),
     Mutation(
         "a stop rule is left behind",
@@ -274,7 +237,6 @@ LIFETIME = [
         "        self.stops.remove(entry.rule)\n",
         "",
         PAPER,
-        PAPER_FAILS,
     ),
     Mutation(
         "a released slot keeps its generation",
@@ -282,8 +244,7 @@ LIFETIME = [
         "scheduler/table.py",
         "        self.generation[slot] += 1\n",
         "",
-        ("tests/pure/test_table.py",),
-        "test_a_slot_comes_back_clean_and_one_generation_on",
+        "tests/pure/test_table.py::test_a_slot_comes_back_clean_and_one_generation_on",
     ),
     Mutation(
         "a lost runner's plans count as written",
@@ -291,8 +252,7 @@ LIFETIME = [
         "scheduler/scheduler.py",
         "        self.table.planned -= self.table.in_flight\n",
         "",
-        SCHEDULER,
-        "test_a_lost_runner_ends_everyone_once_and_leaves_no_unwritten_page",
+        SCHEDULER + "test_a_lost_runner_ends_everyone_once_and_leaves_no_unwritten_page",
     ),
     Mutation(
         "a preempted request keeps no outputs",
@@ -301,7 +261,6 @@ LIFETIME = [
         "            entry.tokens = self.known_tokens(entry)\n",
         "            pass\n",
         PAPER,
-        PAPER_FAILS,
     ),
     Mutation(
         "closing forgets who waits",
@@ -309,8 +268,7 @@ LIFETIME = [
         "scheduler/scheduler.py",
         "        return list(self._entries)\n",
         "        return [rid for rid, entry in self._entries.items() if entry.slot]\n",
-        ("tests/pure/test_engine_ends.py",),
-        "test_closing_ends_everyone_once",
+        "tests/pure/test_engine_ends.py::test_closing_ends_everyone_once",
     ),
 ]
 
@@ -322,7 +280,6 @@ PLANNING = [
         "self.stops.candidates(settled.tokens).tolist()",
         "self.stops.candidates(settled.tokens[:0]).tolist()",
         CLOSED,
-        CLOSED_FAILS,
     ),
     Mutation(
         "a row certain to end is launched again",
@@ -330,8 +287,7 @@ PLANNING = [
         "scheduler/rows.py",
         "        table.decoding[ending] = False\n",
         "",
-        SCHEDULER,
-        "test_a_row_certain_to_end_is_never_launched_again",
+        SCHEDULER + "test_a_row_certain_to_end_is_never_launched_again",
     ),
     Mutation(
         "pages come one step late",
@@ -340,16 +296,22 @@ PLANNING = [
         "        return int(ahead.min())\n",
         "        return int(ahead.min()) + 1\n",
         PAPER,
-        PAPER_FAILS,
     ),
     Mutation(
-        "rows left out wait for a change",
-        "a request deferred for ever",
+        "nobody yields while nothing is on its way",
+        "requests that wait for each other's pages for ever",
         "scheduler/rows.py",
-        "        self.life.changed = True\n        return table.rows(keep.nonzero()[0])\n",
-        "        return table.rows(keep.nonzero()[0])\n",
+        "        if coming > owed:\n",
+        "        if coming >= owed:\n",
         PAPER,
-        PAPER_FAILS,
+    ),
+    Mutation(
+        "wanted prompt log-probabilities take a hit",
+        "a prompt whose first log-probabilities never come",
+        "scheduler/lifetime.py",
+        "store.match(tokens) if entry.request.params.prompt_logprobs is None else []\n",
+        "store.match(tokens)\n",
+        SCHEDULER + "test_wanted_prompt_logprobs_take_no_hit",
     ),
     Mutation(
         "the oldest may be a victim",
@@ -359,8 +321,7 @@ PLANNING = [
         "    return max(younger, key=lambda entry: entry.arrival, default=None)\n",
         "    others = (entry for entry in running if entry is not needy)\n"
         "    return min(others, key=lambda entry: entry.arrival, default=None)\n",
-        SCHEDULER,
-        "test_the_youngest_yields_and_every_answer_is_whole",
+        SCHEDULER + "test_the_youngest_yields_and_every_answer_is_whole",
     ),
     Mutation(
         "admission leaves no page for those that run",
@@ -368,8 +329,7 @@ PLANNING = [
         "scheduler/lifetime.py",
         "        if store.available < needed + spare:\n",
         "        if store.available < needed:\n",
-        SCHEDULER,
-        "test_an_admission_leaves_a_page_for_each_running_row",
+        SCHEDULER + "test_an_admission_leaves_a_page_for_each_running_row",
     ),
     Mutation(
         "matched pages are held too late",
@@ -385,7 +345,6 @@ PLANNING = [
         "        fresh = store.take(needed)\n"
         "        store.tree.hold(hit)\n",
         PAPER,
-        PAPER_FAILS,
     ),
     Mutation(
         "log-probabilities keep the rows of the result",
@@ -394,7 +353,6 @@ PLANNING = [
         "            rows=place[values.rows[keep]].astype(np.int32),\n",
         "            rows=values.rows[keep],\n",
         PAPER,
-        PAPER_FAILS,
     ),
     Mutation(
         "rows are not sent when they changed",
@@ -403,7 +361,6 @@ PLANNING = [
         "same, self._sent_rows = rows is self._sent_rows, rows\n",
         "same, self._sent_rows = rows.count == self._sent_rows.count, rows\n",
         PAPER,
-        PAPER_FAILS,
     ),
     Mutation(
         "the overlap loop looks at once",
@@ -411,8 +368,7 @@ PLANNING = [
         "loop/overlap.py",
         "    if core.flights == core.depth or (core.flights and not launched):\n",
         "    if core.flights:\n",
-        WASTE,
-        "test_stop_tokens_launch_one_step_more_for_each_step_ahead",
+        WASTE + "test_stop_tokens_launch_one_step_more_for_each_step_ahead",
     ),
 ]
 
@@ -424,7 +380,6 @@ PAGES = [
         "        settled = table.planned[slots] - table.in_flight[slots]\n",
         "        settled = table.planned[slots]\n",
         PAPER,
-        PAPER_FAILS,
     ),
     Mutation(
         "an overshoot's position is published",
@@ -432,8 +387,7 @@ PAGES = [
         "scheduler/lifetime.py",
         "        written = min(table.settled(slot), int(table.length[slot]) - 1)\n",
         "        written = table.settled(slot)\n",
-        SCHEDULER,
-        "test_what_an_overshoot_wrote_is_found_by_nobody",
+        SCHEDULER + "test_what_an_overshoot_wrote_is_found_by_nobody",
     ),
     Mutation(
         "a chain is let go root first",
@@ -441,8 +395,7 @@ PAGES = [
         "cache/prefix.py",
         "        for page in reversed(chain):\n",
         "        for page in chain:\n",
-        PREFIX,
-        "test_the_tree_is_its_model",
+        TREE,
     ),
     Mutation(
         "use does not make a page young",
@@ -450,8 +403,7 @@ PAGES = [
         "cache/prefix.py",
         "                idle.move_to_end(page)\n",
         "",
-        PREFIX,
-        "test_the_tree_is_its_model",
+        "tests/pure/test_prefix.py::test_a_duplicate_makes_its_twin_young_again",
     ),
     Mutation(
         "a duplicate page is lost",
@@ -459,8 +411,7 @@ PAGES = [
         "cache/store.py",
         "        if duplicates:\n            self.free.give(np.array(duplicates, np.int32))\n",
         "",
-        PREFIX,
-        "test_the_tree_is_its_model",
+        TREE,
     ),
     Mutation(
         "a hit covers the whole prompt",
@@ -468,8 +419,7 @@ PAGES = [
         "cache/store.py",
         "        most = (len(tokens) - 1) // self.page_size\n",
         "        most = len(tokens) // self.page_size\n",
-        ("tests/pure/test_pages.py",),
-        "test_a_hit_leaves_a_token_to_compute",
+        "tests/pure/test_pages.py::test_a_hit_leaves_a_token_to_compute",
     ),
     Mutation(
         "tokens are appended to the page before",
@@ -478,7 +428,6 @@ PAGES = [
         "        turned = ((position & (size - 1)) == 0).nonzero()[0]\n",
         "        turned = ((position & (size - 1)) == 1).nonzero()[0]\n",
         PAPER,
-        PAPER_FAILS,
     ),
     Mutation(
         "a stop string is looked for in its last token only",
@@ -486,8 +435,7 @@ PAGES = [
         "scheduler/stop.py",
         "        found = {token for i in range(len(text)) for token in self._starting(text[i:])}\n",
         "        found = set()\n",
-        ("tests/pure/test_stop.py",),
-        "test_every_end_of_a_naive_search_is_found_and_no_other",
+        "tests/pure/test_stop.py::test_every_end_of_a_naive_search_is_found_and_no_other",
     ),
 ]
 

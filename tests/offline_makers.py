@@ -39,7 +39,7 @@ def _flag(name: str, value: Any) -> list[str]:
     return [flag] if value is True else [flag, str(value)]
 
 
-def tiny_llama(folder: Path, seed: int = 0) -> Path:
+def tiny_llama(folder: Path, seed: int = 0, max_len: int = MAX_LEN) -> Path:
     """A Llama of random weights with a byte-level tokenizer and a chat template: 60 kB in all."""
     chat_folder(folder)
     head = HIDDEN // HEADS
@@ -52,7 +52,7 @@ def tiny_llama(folder: Path, seed: int = 0) -> Path:
         "num_attention_heads": HEADS,
         "num_key_value_heads": KV_HEADS,
         "head_dim": head,
-        "max_position_embeddings": MAX_LEN,
+        "max_position_embeddings": max_len,
         "rms_norm_eps": 1e-5,
         "eos_token_id": 2,
     }

@@ -97,3 +97,17 @@ def test_a_choice_is_stopped_at_the_end_of_the_model() -> None:
     told = one(SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True), (7,) * 20)
     assert told.finish is not None
     assert (told.finish.reason, len(told.tokens)) == ("length", 12)
+
+
+def test_requests_without_a_seed_follow_the_engines() -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=8, ignore_eos=True)
+    options = {"vocab_size": 64, "max_model_len": 32, "page_size": 4, "num_pages": 16}
+
+    def told(seed: int) -> list[list[int]]:
+        asks = (Ask(0, (5, 9, 2), params), Ask(0, (5, 9, 2), params))
+        run = play(Workload(0, options | {"seed": seed}, asks))
+        return [one.tokens for one in run.told.values()]
+
+    assert told(1) == told(1)
+    assert told(1) != told(2)
+    assert told(1)[0] != told(1)[1]

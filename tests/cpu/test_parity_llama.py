@@ -19,7 +19,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from closed_form import pieces
-from harness import Client, Row, Run, Told, Variant, check, ends_of, resolved, runner_spec
+from harness import (
+    Client,
+    Row,
+    Run,
+    Told,
+    Variant,
+    check,
+    ends_of,
+    replay,
+    resolved,
+    runner_spec,
+)
 from stepahead.config import ModelFacts
 from stepahead.engine import Engine
 from stepahead.executor.inline import InlineExecutor
@@ -125,7 +136,7 @@ def test_a_tiny_llama_gives_the_same_from_every_loop(shard: int) -> None:
         variants = [Variant("overlap", device, seed, depth=4 if seed % 5 == 4 else 0)]
         if seed % 5 == 1:
             variants.append(Variant("serial", "hostile", seed))
-        counts += check(seed, variants, with_margins, play, nearly)[1]
+        counts += check(seed, variants, with_margins, play, nearly, replay=__file__)[1]
     assert counts["aborts"] > 0
     assert counts["prefix_hits"] > 0
     assert _counts["tokens"] > 100
@@ -202,3 +213,7 @@ def test_smollm2_gives_transformers_greedy_tokens() -> None:
     answers = greedy_answers(model, prompts, 12, "serial")
     for prompt, answer in zip(prompts, answers, strict=True):
         hold_greedy(reference, prompt, answer)
+
+
+if __name__ == "__main__":
+    replay(with_margins, play, nearly)

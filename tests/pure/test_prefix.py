@@ -187,6 +187,18 @@ def test_a_second_copy_stays_private_until_it_is_released() -> None:
     assert (store.free.count, len(store.tree)) == (5, 2)
 
 
+def test_a_duplicate_makes_its_twin_young_again() -> None:
+    store = PageStore(4, SIZE, prefix_cache=True)
+    pages = store.take(3)
+    for page, token in zip(pages.tolist(), (5, 6, 5), strict=True):
+        store.mirror.write(np.array([page]), np.array([token] * SIZE, np.int32))
+    for i in range(3):
+        store.release(pages[i : i + 1], 0, 1)
+    # the second copy of 5 is free again, and the first was used after 6
+    assert store.take(2).tolist() == [pages[2], pages[1]]
+    assert store.match(np.array([5, 5, 0], np.int32)) == [pages[0]]
+
+
 def test_what_is_held_is_never_evicted() -> None:
     store = PageStore(5, SIZE, prefix_cache=True)
     pages = store.take(2)

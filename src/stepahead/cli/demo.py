@@ -27,6 +27,7 @@ from stepahead.types import RequestOutput, SamplingParams
 LOOPS = ("serial", "overlap")
 SLEEP_MS = (10.0, 6.0)  # forward, host
 SLEEP_STEPS = 60
+POOL_PAGES = 64 * len(DEMO_PROMPTS)  # 1,024 positions for each prompt: no preemption in the figures
 SHOWN_ANSWERS = (0, 7, 16)
 ROUNDING = 1e-4  # two logits nearer than this may change places with the batch
 _NOTES = ["Process executor, float32, greedy decoding; no load was added to the real run."]
@@ -91,7 +92,7 @@ def demo(
 
 def _run_loop(model: str, loop: str, max_tokens: int, console: Console) -> LoopRun:
     console.print(f"loop [bold]{loop}[/bold]: loading the model")
-    with LLM(model, loop=loop, max_rows=len(DEMO_PROMPTS), max_model_len=1024) as llm:
+    with LLM(model, loop=loop, max_rows=len(DEMO_PROMPTS), num_pages=POOL_PAGES) as llm:
         ids = [llm.tokenizer.encode_chat(_conversation(text)) for text in DEMO_PROMPTS]
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
         warm = SamplingParams(temperature=0.0, max_tokens=4)
@@ -124,7 +125,7 @@ def _differences(
 ) -> list[Difference]:
     """Asks the serial loop again, with log-probabilities, for the prompts whose answers differ."""
     serial, overlap = _outputs(runs)
-    with LLM(model, loop="serial", max_rows=len(DEMO_PROMPTS), max_model_len=1024) as llm:
+    with LLM(model, loop="serial", max_rows=len(DEMO_PROMPTS), num_pages=POOL_PAGES) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, logprobs=2)
         again = llm.generate([output.prompt_token_ids for output in serial], params)
     found = []

@@ -107,7 +107,8 @@ class Llama(nn.Module):
         self.rope = Rope(spec.rope, spec.head_dim, spec.max_len)
         self.layers = nn.ModuleList(Layer(spec, index) for index in range(spec.num_layers))
         self.norm = RMSNorm(spec.hidden_size, spec.rms_eps)
-        self.head = Linear(spec.hidden_size, (spec.vocab_size,))
+        # no layer comes after it that could amplify its rounding
+        self.head = Linear(spec.hidden_size, (spec.vocab_size,), fine_sums=False)
 
     def forward(self, inputs: StepInputs, kv: KVPool) -> Tensor:
         """Run a step: write its keys and values, return hidden states [T, hidden], normed."""
