@@ -257,7 +257,9 @@ def _settle_pages(
         cause = "every row at full length" if pages == most_useful else "a quarter of free memory"
         reasons.append(f"num_pages={pages - 1}: {cause}")
     if pages < 2:
-        raise NotEnoughMemory(f"the KV pool would hold {max(0, pages - 1)} pages; give it more memory")
+        raise NotEnoughMemory(
+            f"the KV pool would hold {max(0, pages - 1)} pages; give it more memory"
+        )
     if pages * page_bytes > spare:
         raise NotEnoughMemory(
             f"the KV pool needs {pages * page_bytes / 2**30:.2f} GiB and the weights "

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from tiny_models import Pages, make_reference, random_ids, reference_logits, sav
 from stepahead.model.llama import Llama
 from stepahead.model.spec import RopeSpec, read_spec
 from stepahead.model.weights import load_model
-from transformers import PreTrainedModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 LINEAR = {"rope_type": "linear", "factor": 3.0, "rope_theta": 10000.0}
 LLAMA3 = {
@@ -74,8 +77,7 @@ def test_chunked_prefill(pair: tuple[Llama, PreTrainedModel]) -> None:
     pages = Pages(model)
     cuts = [0, 7, 8, 30, 61]  # inside a page, one token alone, at and past page ends
     parts = [
-        pages.step(chunks={"a": ids[begin:end]})["a"]
-        for begin, end in zip(cuts, cuts[1:], strict=False)
+        pages.step(chunks={"a": ids[begin:end]})["a"] for begin, end in itertools.pairwise(cuts)
     ]
     close(torch.cat(parts), reference_logits(reference, ids))
 

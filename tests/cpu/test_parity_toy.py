@@ -28,7 +28,7 @@ def variants(seed: int) -> list[Variant]:
     if seed % 5 == 0:
         return [Variant("overlap", "hostile", seed)]
     if seed % 10 == 1:
-        return [Variant("serial", "hostile", seed)]
+        return [Variant("serial", "hostile", seed), Variant("overlap")]
     if seed % 10 == 2:
         return [Variant("overlap", "hostile", seed, depth=4)]
     return [Variant("overlap", depth=seed % 10 // 9 * 3)]

@@ -25,6 +25,7 @@ from transformers import (
 from stepahead.model.batch import ChunkRow, StepInputs
 from stepahead.model.llama import Llama
 
+torch.set_num_threads(1)  # at this size a second thread only waits, longest on a busy machine
 PAGE_SIZE = 4
 FAMILIES = {
     "llama": LlamaConfig,

@@ -25,7 +25,7 @@ def empty_parameter(*shape: int) -> nn.Parameter:
 
 
 class Linear(nn.Module):
-    """y = x W^T + b. W may be several matrices over the same input, stacked: `parts` are their rows.
+    """y = x W^T + b. W may be several matrices on the same input, stacked; `parts` are their rows.
 
     One multiplication with stacked rows is faster than several, most of all at batch 1.
     `fine_sums` asks for sums in short pieces where a float32 kernel would add up all columns in a

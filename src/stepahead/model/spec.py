@@ -169,7 +169,7 @@ class _Config(msgspec.Struct):
     mlp_bias: bool = False
     tie_word_embeddings: bool = False
     use_sliding_window: bool = False
-    sliding_window: _Count | None | msgspec.UnsetType = msgspec.UNSET
+    sliding_window: _Count | msgspec.UnsetType | None = msgspec.UNSET
     max_window_layers: int = 28
     layer_types: list[str] | None = None
     eos_token_id: int | list[int] | None = None

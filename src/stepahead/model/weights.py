@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -211,7 +211,7 @@ class _FolderSource:
 
 
 @contextlib.contextmanager
-def _open_folder(folder: Path) -> Iterator[_FolderSource]:
+def _open_folder(folder: Path) -> Generator[_FolderSource]:
     homes = _homes(folder)
     with contextlib.ExitStack() as stack:
         files: dict[Path, safe_open] = {}

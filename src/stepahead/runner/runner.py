@@ -21,7 +21,7 @@ from stepahead.runner.inputs import StagedStep, advance, build_inputs, chunk_row
 from stepahead.runner.logprobs import LogprobDownload, LogprobTensors, describe
 from stepahead.runner.relay.slot import SlotRelay
 from stepahead.runner.sampler import RowParams, SampleGroup, build_group, sample
-from stepahead.runner.slots import SlotState, SlotUpdates
+from stepahead.runner.slots import SlotState
 from stepahead.runner.spec import RunnerSpec
 
 
@@ -124,7 +124,7 @@ class Runner:
         device = self._device
         self._step = plan.step
         self._staged = []
-        updates, starts = self._take_changes(plan)
+        pages, starts = self._take_changes(plan)
         step = self._stage(plan)
         group = self._sample_group(plan)
         scores = self._prompt_scores(plan, step)
@@ -134,7 +134,7 @@ class Runner:
 
         def forward() -> None:
             with torch.inference_mode():
-                self._forward(step, updates, starts, group, scores, box)
+                self._forward(step, pages, starts, group, scores, box)
 
         results = f"results {plan.step}"
         shared = ("slots", "relay", "kv", "counts")
@@ -171,7 +171,7 @@ class Runner:
         self._staged.append(name)
         return self._device.upload(array, name)
 
-    def _take_changes(self, plan: Plan) -> tuple[SlotUpdates, list[tuple[int, Tensor, Tensor]]]:
+    def _take_changes(self, plan: Plan) -> tuple[Tensor | None, list[tuple[int, Tensor, Tensor]]]:
         for slot in plan.leaves.tolist():
             self._counts.give(slot)
             self._wishes.pop(slot, None)
@@ -188,11 +188,7 @@ class Runner:
                 split = join.prompt_len
                 starts.append((row, tokens_dev[:split], tokens_dev[split:]))
         pages = self._slots.page_changes(plan)
-        lengths = self._slots.length_changes(plan)
-        return SlotUpdates(
-            None if pages is None else self._upload(pages),
-            None if lengths is None else self._upload(lengths),
-        ), starts
+        return None if pages is None else self._upload(pages), starts
 
     def _stage(self, plan: Plan) -> StagedStep:
         computed = self._slots.computed
@@ -251,14 +247,15 @@ class Runner:
     def _forward(
         self,
         step: StagedStep,
-        updates: SlotUpdates,
+        pages: Tensor | None,
         starts: list[tuple[int, Tensor, Tensor]],
         group: SampleGroup,
         scores: tuple[PromptScore, ...],
         box: StepBox,
     ) -> None:
         box.start_ns = self._device.now_ns()
-        self._slots.apply(updates)
+        if pages is not None:
+            self._slots.apply(pages)
         for row, prompt_dev, outputs_dev in starts:
             self._counts.start(row, prompt_dev, outputs_dev)
         inputs = build_inputs(step, self._slots, self._relay, self._spec.page_size)

@@ -6,25 +6,11 @@ by a new owner follows the old owner's last read by construction.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from stepahead.plan import Join, Plan
-
-
-@dataclass(frozen=True)
-class SlotUpdates:
-    """Page-table entries and lengths that a plan changes, staged on the device.
-
-    `pages_dev` int64[2, k]: flat index into the table, page.  `lengths_dev` int64[2, j]: slot,
-    positions whose KV is there already.
-    """
-
-    pages_dev: Tensor | None
-    lengths_dev: Tensor | None
 
 
 class SlotState:
@@ -37,12 +23,9 @@ class SlotState:
         self.computed = np.zeros(num_slots, np.int64)
         self._max_pages = max_pages
 
-    def apply(self, updates: SlotUpdates) -> None:
-        """Runs on the forward stream."""
-        if updates.pages_dev is not None:
-            self.pages_dev.view(-1)[updates.pages_dev[0]] = updates.pages_dev[1]
-        if updates.lengths_dev is not None:
-            self.length_dev[updates.lengths_dev[0]] = updates.lengths_dev[1]
+    def apply(self, changes_dev: Tensor) -> None:
+        """Enters page changes int64[2, k] as `page_changes` gives them; on the forward stream."""
+        self.pages_dev.view(-1)[changes_dev[0]] = changes_dev[1]
 
     def page_changes(self, plan: Plan) -> np.ndarray | None:
         """int64[2, k]: (flat index, page) of each entry the plan brings; None if there is none."""
@@ -55,11 +38,3 @@ class SlotState:
     def _joined(self, join: Join) -> np.ndarray:
         index = join.slot * self._max_pages + np.arange(len(join.pages))
         return np.stack([index, join.pages.astype(np.int64)])
-
-    def length_changes(self, plan: Plan) -> np.ndarray | None:
-        """int64[2, j]: (slot, cached positions) of the plan's joins; also the host's shadow."""
-        if not plan.joins:
-            return None
-        changes = np.array([[j.slot for j in plan.joins], [j.cached for j in plan.joins]], np.int64)
-        self.computed[changes[0]] = changes[1]
-        return changes

@@ -107,8 +107,7 @@ class DecodeRows:
                 left_out.append(entry.slot)
         keep = table.decoding.copy()
         keep[left_out] = False
-        # look again at the next plan: the rows left out must not wait for a change
-        self.life.changed = True
+        # the countdown stays at zero, so the next plan looks again
         return table.rows(keep.nonzero()[0])
 
     def _make_room(self, needy: Entry, owed: int) -> bool:
