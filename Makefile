@@ -10,7 +10,7 @@ NEED := stepahead needs Python 3.11 or newer
 # a venv or an install that broke off half-way is made again
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test check clean
+.PHONY: help demo test check mutants clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-7s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,6 +23,9 @@ test: check ## everything CI runs: the checks, then every test that this machine
 
 check: .venv/.installed-dev ## lint, format, types and size budgets
 	@scripts/check
+
+mutants: .venv/.installed-dev ## take each guard out in a copy: a test must fail by name (minutes)
+	@$(BIN)/python scripts/mutants
 
 clean: ## remove .venv and all that was built or cached
 	rm -rf .venv build dist out .pytest_cache .ruff_cache .hypothesis

@@ -1,43 +1,46 @@
-"""Frames arrive whole and in order, however the socket cuts them."""
+"""Frames arrive whole and in order, however the pipe cuts them."""
 
 from __future__ import annotations
 
-import socket
+import os
 import struct
 import threading
 import time
 from collections.abc import Iterator
+from io import FileIO
 
 import pytest
 
-from stepahead.executor.channel import Channel, Kind
+from stepahead.executor.channel import Channel, Kind, open_channel
 
-LARGE = bytes(range(256)) * 20_000  # 5 MB; no socket buffer takes that at once
+LARGE = bytes(range(256)) * 20_000  # 5 MB; no pipe takes that at once
+Pair = tuple[Channel, Channel]
 
 
-class Cut(socket.socket):
+class Cut(FileIO):
     """Gives at most one byte a read, and interrupts every third one as Ctrl-C would."""
 
     reads = 0
 
-    def recv_into(self, buffer: memoryview, nbytes: int = 0, flags: int = 0) -> int:
+    def readinto(self, buffer: memoryview) -> int | None:
         self.reads += 1
         if self.reads % 3 == 0:
             raise KeyboardInterrupt
-        return super().recv_into(buffer[:1], nbytes, flags)
+        return super().readinto(buffer[:1])
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[Channel, Channel]]:
-    ends = socket.socketpair()
-    left, right = Channel(ends[0]), Channel(ends[1])
-    yield left, right
-    for channel in (left, right):
+def pair() -> Iterator[Pair]:
+    """The host's end and the worker's."""
+    host, fds = open_channel()
+    worker = Channel(*fds)
+    yield host, worker
+    for channel in (host, worker):
         channel.hang_up()
         channel.close()
 
 
-def test_frames_come_as_they_were_sent(pair: tuple[Channel, Channel]) -> None:
+def test_frames_come_as_they_were_sent(pair: Pair) -> None:
     left, right = pair
     sent = [(Kind.PLAN, b"one"), (Kind.CONTROL, b""), (Kind.RESULT, b"\0" * 70_000)]
     for kind, payload in sent * 2:
@@ -45,7 +48,7 @@ def test_frames_come_as_they_were_sent(pair: tuple[Channel, Channel]) -> None:
     assert [right.receive() for _ in range(6)] == sent * 2
 
 
-def test_what_the_socket_does_not_take_follows_in_order(pair: tuple[Channel, Channel]) -> None:
+def test_what_the_socket_does_not_take_follows_in_order(pair: Pair) -> None:
     left, right = pair
     started_s = time.monotonic()
     sent = [bytes([number]) + LARGE * (number % 2) for number in range(10)]
@@ -57,97 +60,134 @@ def test_what_the_socket_does_not_take_follows_in_order(pair: tuple[Channel, Cha
     assert right.receive()[1] == b"later"
 
 
-def test_a_read_that_is_cut_and_interrupted_loses_nothing() -> None:
-    mine, other = socket.socketpair()
-    cut = Cut(fileno=mine.detach())
-    sender, receiver = Channel(other), Channel(cut)
+def test_a_read_that_is_cut_and_interrupted_loses_nothing(pair: Pair) -> None:
+    host, worker = pair
+    whole, host._inlet = host._inlet, Cut(os.dup(host._inlet.fileno()))
+    whole.close()
     sent = [bytes(number) for number in (0, 1, 300)]
     for payload in sent:
-        sender.send(Kind.RESULT, payload)
+        worker.send(Kind.RESULT, payload)
     interrupts, got = 0, []
     while len(got) < len(sent):
         try:
-            got.append(receiver.receive()[1])
+            got.append(host.receive()[1])
         except KeyboardInterrupt:
             interrupts += 1
     assert got == sent
     assert interrupts > 100
-    sender.close()
-    receiver.close()
 
 
 @pytest.mark.parametrize("size", [100, 70_000])
-def test_a_frame_in_two_parts_does_not_wait_for_more(size: int) -> None:
-    """The second read must ask for what the frame lacks, not for a full inbox."""
-    mine, other = socket.socketpair()
-    receiver = Channel(mine)
+def test_a_frame_in_two_parts_does_not_wait_for_more(pair: Pair, size: int) -> None:
+    host, worker = pair
     frame = struct.pack("<IB", size, Kind.PLAN) + bytes(size)
-    other.sendall(frame[:50])
-    threading.Timer(0.05, other.sendall, [frame[50:]]).start()
-    rescue = threading.Timer(5, receiver.hang_up)
-    rescue.start()
+    host._outlet.write(frame[:50])
+    later = threading.Timer(0.05, host._outlet.write, [frame[50:]])
+    later.start()
+    assert worker.receive() == (Kind.PLAN, bytes(size))
+    later.join()
+
+
+@pytest.mark.parametrize("part", [0, 3, 200, 100_000])
+def test_an_end_in_the_middle_of_a_frame(pair: Pair, part: int) -> None:
+    """The worker's end stays open, as it does in a process that the worker left behind."""
+    host, worker = pair
+    frame = struct.pack("<IB", 500_000, Kind.RESULT) + bytes(500_000)
+    worker._outlet.write(frame[:part])
+    threading.Timer(0.1, host.hang_up).start()
+    for _ in range(2):
+        with pytest.raises(EOFError):
+            host.receive()
+
+
+def test_the_other_sides_end_is_an_end(pair: Pair) -> None:
+    host, worker = pair
+    host.send(Kind.PLAN, b"came")
+    host.close()
+    assert worker.receive() == (Kind.PLAN, b"came")
+    with pytest.raises(EOFError):
+        worker.receive()
+
+
+def test_sending_to_nobody_is_an_error_and_never_waits(pair: Pair) -> None:
+    host, worker = pair
+    host.send(Kind.PLAN, LARGE)  # most of it waits in a thread
+    worker.close()
+    deadline_s = time.monotonic() + 5
+    while not host._backlog.idle and time.monotonic() < deadline_s:  # until the thread has noticed
+        time.sleep(0.01)
+    with pytest.raises(BrokenPipeError):
+        host.send(Kind.PLAN, b"more")
+
+
+def test_hang_up_ends_a_send_that_nobody_takes(pair: Pair) -> None:
+    host, _ = pair
+    host.send(Kind.PLAN, LARGE)
     started_s = time.monotonic()
-    assert receiver.receive() == (Kind.PLAN, bytes(size))
-    assert time.monotonic() - started_s < 4
-    rescue.cancel()
-    other.close()
-    receiver.close()
+    host.hang_up()
+    host.close()
+    assert time.monotonic() - started_s < 2
 
 
-@pytest.mark.parametrize("part", [0, 3, 200])
-def test_an_end_in_the_middle_of_a_frame(part: int) -> None:
-    mine, other = socket.socketpair()
-    whole, end = socket.socketpair()
-    Channel(whole).send(Kind.PLAN, bytes(500))
-    other.send(end.recv(part) if part else b"")
-    other.close()
-    receiver = Channel(mine)
-    with pytest.raises(EOFError):
-        receiver.receive()
-    for sock in (mine, whole, end):
-        sock.close()
+def test_close_sends_what_is_left(pair: Pair) -> None:
+    host, worker = pair
+    host.send(Kind.PLAN, LARGE)
+    closing = threading.Thread(target=host.close)
+    closing.start()
+    assert worker.receive() == (Kind.PLAN, LARGE)
+    closing.join()
 
 
-def test_sending_to_nobody_is_an_error_and_never_waits(pair: tuple[Channel, Channel]) -> None:
-    left, right = pair
-    left.send(Kind.PLAN, LARGE)  # half of it waits in a thread
-    right.close()
-    left.close()  # which ends all the same
-    with pytest.raises(OSError, match=r"descriptor|pipe"):
-        left.send(Kind.PLAN, b"more")
+def test_what_came_before_a_hang_up_is_kept(pair: Pair) -> None:
+    host, worker = pair
+    worker.send(Kind.RESULT, b"came")
+    worker.send(Kind.RESULT, LARGE)
+    host.hang_up()
+    assert host.receive() == (Kind.RESULT, b"came")
+    with pytest.raises(EOFError):  # only a part of it had
+        host.receive()
 
 
-def test_hang_up_wakes_both_sides_but_what_came_is_kept(pair: tuple[Channel, Channel]) -> None:
-    left, right = pair
-    left.send(Kind.RESULT, b"came")
-    threading.Timer(0.1, left.hang_up).start()
-    right.wait_for_end()
-    assert right.receive() == (Kind.RESULT, b"came")
-    with pytest.raises(EOFError):
-        right.receive()
-    with pytest.raises(EOFError):
-        left.receive()
+def test_a_full_pipe_does_not_stop_a_hang_up(pair: Pair) -> None:
+    host, worker = pair
+    worker.send(Kind.RESULT, LARGE)
+    assert host.wait(5)
+    time.sleep(0.1)
+    started_s = time.monotonic()
+    host.hang_up()
+    assert time.monotonic() - started_s < 1
+    worker.hang_up()
 
 
-def test_waiting_for_the_end_is_not_woken_by_frames(pair: tuple[Channel, Channel]) -> None:
-    left, right = pair
+def test_waiting_for_the_end_is_not_woken_by_frames(pair: Pair) -> None:
+    host, worker = pair
     woken = threading.Event()
 
     def watch() -> None:
-        right.wait_for_end()
+        worker.wait_for_end()
         woken.set()
 
     thread = threading.Thread(target=watch)
     thread.start()
-    left.send(Kind.PLAN, b"a frame")
+    host.send(Kind.PLAN, b"a frame")
     assert not woken.wait(0.2)
-    left.hang_up()
+    host.close()
     assert woken.wait(5)
     thread.join()
 
 
-def test_wait_is_bounded(pair: tuple[Channel, Channel]) -> None:
-    left, right = pair
-    assert not right.wait(0.01)
-    left.send(Kind.READY, b"")
-    assert right.wait(5)
+def test_wait_is_bounded(pair: Pair) -> None:
+    host, worker = pair
+    assert not host.wait(0.01)
+    worker.send(Kind.READY, b"")
+    assert host.wait(5)
+
+
+def test_it_leaves_no_descriptor() -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    host, fds = open_channel()
+    worker = Channel(*fds)
+    assert len(set(os.listdir("/proc/self/fd")) - before) == 5
+    host.close()
+    worker.close()
+    assert set(os.listdir("/proc/self/fd")) <= before

@@ -128,7 +128,7 @@ def test_large_results_arrive_whole(start: Start) -> None:
 
 
 def test_launch_never_waits_for_a_busy_worker(start: Start) -> None:
-    """A plan larger than the socket's buffer, while the model sleeps with the interpreter's lock.
+    """A plan larger than the pipe, while the model sleeps with the interpreter's lock.
 
     A send that blocks would take the 2 s until the worker reads again.
     """
@@ -202,7 +202,7 @@ def test_a_death_is_named(start: Start, doing: str, words: str) -> None:
 
 
 def test_a_grandchild_holding_the_channel_hides_no_death(start: Start) -> None:
-    """The socket stays open with it, so waiting for its end alone would hang for 5 s and more."""
+    """The pipes stay open with it, so waiting for its end alone would hang for 5 s and more."""
     executor = start({1: "fork 5"})
     started_s = time.monotonic()
     with pytest.raises(RunnerDied, match="exited with code 3"):
@@ -339,13 +339,14 @@ def test_an_executor_that_is_dropped_ends_its_worker(start: Start) -> None:
         keeper.join(2)
 
 
-def test_it_uses_no_shared_memory_and_one_socket(start: Start) -> None:
+def test_it_uses_no_shared_memory_no_socket_and_two_pipes(start: Start) -> None:
     """What was never made can't stay behind."""
     executor = start()
     land_all(executor, range(1, 10), 1)
     assert "/dev/shm" not in Path(f"/proc/{executor.pid}/maps").read_text()
-    fds = [os.readlink(entry.path) for entry in os.scandir(f"/proc/{executor.pid}/fd")]
-    assert sum(link.startswith("socket:") for link in fds) == 1
+    with os.scandir(f"/proc/{executor.pid}/fd") as entries:
+        links = [os.readlink(entry.path) for entry in entries if int(entry.name) > 2]
+    assert [link.partition(":")[0] for link in links] == ["pipe", "pipe"]
 
 
 def test_close_is_bounded_even_if_the_worker_can_not_be_killed(
@@ -438,7 +439,7 @@ def test_the_parent_is_killed(
     tmp_path_factory: pytest.TempPathFactory, doing: str, orphan: bool
 ) -> None:
     """`hold`: only the kernel can end a worker that keeps the interpreter's lock.  `orphan`: the
-    kernel's help is off, and the worker's own watch of the socket must do."""
+    kernel's help is off, and the worker's own watch of its pipe must do."""
     rest = "print(executor.pid, flush=True)\ntime.sleep(60)"
     command = script(tmp_path_factory, rest, script={1: doing}, orphan=orphan)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 _NOTE = (
-    "The old lighthouse stood at the end of a narrow spit of land. Every evening at dusk the keeper "
-    "climbed one hundred and forty-two steps, trimmed the wick, polished the lens and wrote the "
-    "weather into a large book with a green cover. In forty years he missed a single night, when a "
-    "storm tore the door from its hinges and flooded the lower rooms. "
+    "The old lighthouse stood at the end of a narrow spit of land. Every evening at dusk the "
+    "keeper climbed one hundred and forty-two steps, trimmed the wick, polished the lens and wrote "
+    "the weather into a large book with a green cover. In forty years he missed a single night, "
+    "when a storm tore the door from its hinges and flooded the lower rooms. "
 )
 _LETTER = (
     "Dear team, thank you for the work on the harbour project. The cranes arrived on Monday, two "
-    "days early, and the concrete for the second pier has been poured. We still wait for the permit "
-    "of the northern road, without which the heavy trucks must take the long way round. Please send "
-    "me your plans for next month by Friday noon, and tell me who will be on leave. "
+    "days early, and the concrete for the second pier has been poured. We still wait for the "
+    "permit of the northern road, without which the heavy trucks must take the long way round. "
+    "Please send me your plans for next month by Friday noon, and tell me who will be on leave. "
 )
 
 DEMO_PROMPTS: tuple[str, ...] = (

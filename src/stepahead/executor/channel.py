@@ -1,27 +1,28 @@
-"""Frames over a stream socket between the host and its worker.  Knows no plan and no process.
+"""Frames over a pair of pipes between the host and its worker.  Knows no plan and no process.
 
     frame    uint32 length, uint8 kind, `length` bytes        (little endian)
 
-A Unix socket pair: one system call for a small frame on either side, waits asleep in the kernel, a
-send that takes what fits, and an end that either side sees at once.  Pipes, and shared memory with
-an eventfd, are 3 to 6 µs a step cheaper (benchmarks/transport.py) and have no hang-up: a process
-that the worker left behind could keep the host waiting for ever.
+Pipes were measured best (benchmarks/transport.py): one cheap system call for a small frame on
+either side, waits asleep in the kernel, and no file or shared memory to leave behind.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
 import select
-import socket
 import struct
 from enum import IntEnum
 from functools import partial
+from io import FileIO
 
 from stepahead.executor.aside import Aside
 
 _HEADER = struct.Struct("<IB")
 _HEADER_BYTES = _HEADER.size
 _INBOX_BYTES = 1 << 16
+_PIPE_BYTES = 1 << 20  # what the kernel holds of a large frame until the other side reads
 
 
 class Kind(IntEnum):
@@ -33,41 +34,49 @@ class Kind(IntEnum):
     READY = 3  # worker to host, once: the runner is built, or
     BUILD_FAILED = 4  # why it isn't
     RESULT = 5
+    END = 6  # the host to itself: the worker is gone
+
+
+_END_FRAME = _HEADER.pack(0, Kind.END)
 
 
 class Channel:
-    """One end of the socket, which it owns.  One thread sends at a time, and one receives."""
+    """One end.  One thread sends at a time, and one receives; `hang_up` is for any."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
+    def __init__(self, read_fd: int, write_fd: int, bell_fd: int | None = None) -> None:
+        """Takes the descriptors over.  `bell_fd` writes to what this end reads."""
+        os.set_blocking(write_fd, False)
+        self._inlet = FileIO(read_fd, "rb")
+        self._outlet = FileIO(write_fd, "wb")
+        self._bell = None if bell_fd is None else FileIO(bell_fd, "wb")
         self._inbox = memoryview(bytearray(_INBOX_BYTES))
         self._held = 0  # bytes of the inbox that have come and are not yet handed out
         self._backlog = Aside("stepahead-send")
+        self._hung_up = False
 
     def send(self, kind: Kind, payload: bytes) -> None:
-        """Hands a frame over and never waits: what the socket won't take now, a thread sends.
+        """Hands a frame over and never waits: what the pipe won't take now, a thread sends.
 
         Without that, a large frame would wait for a peer that is in a forward.  OSError when the
         other side is known to be gone.
         """
         frame = _HEADER.pack(len(payload), kind) + payload
-        sent = self._send_some(frame) if self._backlog.idle else 0
+        sent = (self._outlet.write(frame) or 0) if self._backlog.idle else 0
         if sent < len(frame):
             self._backlog.put(partial(self._send_rest, frame[sent:]))
 
-    def _send_some(self, frame: bytes) -> int:
-        try:
-            return self._sock.send(frame, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return 0
-
     def _send_rest(self, frame: bytes) -> None:
-        # The other side is gone: whoever receives from it, or sends next, is told so.
+        poll = select.poll()
+        poll.register(self._outlet, select.POLLOUT)
+        rest = memoryview(frame)
+        # When the other side is gone, whoever receives from it, or sends next, is told so.
         with contextlib.suppress(OSError):
-            self._sock.sendall(frame)
+            while rest and not self._hung_up:
+                if poll.poll(200):
+                    rest = rest[self._outlet.write(rest) or 0 :]
 
     def receive(self) -> tuple[int, bytes]:
-        """The next frame's kind and bytes; waits, asleep.  EOFError or OSError at the end.
+        """The next frame's kind and bytes; waits, asleep.  EOFError when there will be none.
 
         What has come is kept in the inbox, so an interrupted wait (Ctrl-C) loses nothing.
         """
@@ -82,44 +91,62 @@ class Channel:
         if rest:
             self._inbox[:rest] = self._inbox[end : self._held]
         self._held = rest
+        if kind == Kind.END:
+            raise EOFError("the other side is gone")
         return kind, payload
 
     def _fill_to(self, end: int) -> None:
         if end > len(self._inbox):
-            self._grow(end)
+            larger = memoryview(bytearray(end))
+            larger[: self._held] = self._inbox[: self._held]
+            self._inbox = larger
         while self._held < end:
-            # The kernel gathers a large frame without coming back for each piece of it.
-            self._fill(end, socket.MSG_WAITALL)
+            self._fill(end)
 
-    def _fill(self, end: int, flags: int = 0) -> None:
-        count = self._sock.recv_into(self._inbox[self._held : end], 0, flags)
-        if count == 0:
+    def _fill(self, end: int) -> None:
+        # None after a hang-up, which may have come in the middle of a frame
+        count = self._inlet.readinto(self._inbox[self._held : end])
+        if not count:
             raise EOFError("the other side is gone")
         self._held += count
-
-    def _grow(self, size: int) -> None:
-        larger = memoryview(bytearray(size))
-        larger[: self._held] = self._inbox[: self._held]
-        self._inbox = larger
 
     def wait(self, timeout_s: float) -> bool:
         """Whether something came, or the other side went, within `timeout_s`."""
         poll = select.poll()
-        poll.register(self._sock, select.POLLIN)
+        poll.register(self._inlet, select.POLLIN)
         return bool(poll.poll(timeout_s * 1000))
 
     def wait_for_end(self) -> None:
-        """Sleeps until the other side is gone; what it sends meanwhile wakes nobody."""
+        """Sleeps until the other side has closed; what it sends meanwhile wakes nobody."""
         poll = select.poll()
-        poll.register(self._sock, 0)  # a hang-up is always reported
+        poll.register(self._inlet, 0)  # a hang-up is always reported
         poll.poll()
 
     def hang_up(self) -> None:
-        """Ends every wait on either side, from any thread; what has come can still be received."""
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
+        """Ends every wait of this end; what has come before can still be received.
+
+        The end of a process closes its pipes, but not if it leaves a fork of itself behind: then
+        this is what keeps the host from waiting for ever.
+        """
+        self._hung_up = True
+        with contextlib.suppress(OSError, ValueError):  # closed, or so full that nobody waits
+            os.set_blocking(self._inlet.fileno(), False)
+            if self._bell is not None:
+                os.set_blocking(self._bell.fileno(), False)
+                self._bell.write(_END_FRAME)
 
     def close(self) -> None:
-        """Sends what is left and closes the socket."""
+        """Sends what is left, unless hung up, and closes the pipes."""
         self._backlog.close()
-        self._sock.close()
+        for pipe in (self._inlet, self._outlet, self._bell):
+            if pipe is not None:
+                pipe.close()
+
+
+def open_channel() -> tuple[Channel, tuple[int, int]]:
+    """The host's end, and the descriptors (read, write) of the worker's."""
+    there, back = os.pipe(), os.pipe()
+    for read_fd, _ in (there, back):
+        with contextlib.suppress(OSError):  # a limit of the machine: then a thread sends more
+            fcntl.fcntl(read_fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+    return Channel(back[0], there[1], os.dup(back[1])), (there[0], back[1])

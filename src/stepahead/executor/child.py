@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,8 +18,8 @@ from weakref import WeakMethod
 
 # -P and the parent's sys.path first: nothing in the current folder may stand in for a module.
 _BOOT = (
-    "import sys; fd = int(sys.argv[1]); sys.path[:] = sys.argv[2:]; "
-    "from stepahead.executor.worker import main; main(fd)"
+    "import sys; fds = int(sys.argv[1]), int(sys.argv[2]); sys.path[:] = sys.argv[3:]; "
+    "from stepahead.executor.worker import main; main(*fds)"
 )
 _PR_SET_PDEATHSIG = 1
 
@@ -28,7 +27,7 @@ _PR_SET_PDEATHSIG = 1
 def die_with_parent() -> None:
     """In the child: the kernel kills it when the parent goes, whatever the child is busy with.
 
-    Linux only; elsewhere the child's own watch of its socket remains.
+    Linux only; elsewhere the child's own watch of its channel remains.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -40,14 +39,14 @@ class Child:
     One thread starts it, waits for its end and then calls `on_end`.  It is that thread's child: the
     kernel ties the death signal to the thread that forked, and the caller's may end before the
     engine does.  `on_end` is weak: were the thread to hold the channel, an executor that is dropped
-    without close() would not close its socket, which ends the worker.
+    without close() would not close its pipes, which ends the worker.
     """
 
-    def __init__(self, sock: socket.socket, on_end: WeakMethod[Callable[[], None]]) -> None:
-        """Takes `sock`, the child's end of the channel, over; OSError when nothing can start."""
+    def __init__(self, fds: tuple[int, int], on_end: WeakMethod[Callable[[], None]]) -> None:
+        """Takes over `fds`, the child's end of the channel; OSError when nothing can start."""
         started: Future[subprocess.Popen[bytes]] = Future()
         self._keeper = threading.Thread(
-            target=_keep, args=(sock, started, on_end), name="stepahead-worker-keeper", daemon=True
+            target=_keep, args=(fds, started, on_end), name="stepahead-worker-keeper", daemon=True
         )
         self._keeper.start()
         self._process = started.result()
@@ -93,7 +92,7 @@ def _signal_name(number: int) -> str:
 
 
 def _keep(
-    sock: socket.socket,
+    fds: tuple[int, int],
     started: Future[subprocess.Popen[bytes]],
     on_end: WeakMethod[Callable[[], None]],
 ) -> None:
@@ -101,11 +100,13 @@ def _keep(
     # parent is to decide.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        with sock:
-            process = _start(sock.fileno())
+        process = _start(fds)
     except BaseException as error:  # else the caller would wait for ever
         started.set_exception(error)
         return
+    finally:
+        for fd in fds:
+            os.close(fd)
     started.set_result(process)
     process.wait()
     if (tell := on_end()) is not None:
@@ -117,12 +118,12 @@ def _keep(
 _ASLEEP_BETWEEN_OPERATIONS = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
-def _start(fd: int) -> subprocess.Popen[bytes]:
+def _start(fds: tuple[int, int]) -> subprocess.Popen[bytes]:
     paths = [os.fspath(path) for path in sys.path]
     return subprocess.Popen(
-        [sys.executable, "-P", "-c", _BOOT, str(fd), *paths],
+        [sys.executable, "-P", "-c", _BOOT, *map(str, fds), *paths],
         stdin=subprocess.DEVNULL,
         stdout=2,  # what a model prints must not mix with the answers on stdout
-        pass_fds=(fd,),
+        pass_fds=fds,
         env=_ASLEEP_BETWEEN_OPERATIONS | os.environ,
     )

@@ -6,12 +6,11 @@ Hands plans over and takes results back in order.  Knows no models and not what 
 from __future__ import annotations
 
 import pickle
-import socket
 from collections import deque
 from weakref import WeakMethod
 
 from stepahead.errors import EngineClosed, EngineError, RunnerDied
-from stepahead.executor.channel import Channel, Kind
+from stepahead.executor.channel import Kind, open_channel
 from stepahead.executor.child import Child
 from stepahead.executor.failures import decode_build_failure, decode_step_failure
 from stepahead.plan import (
@@ -24,6 +23,8 @@ from stepahead.plan import (
 )
 from stepahead.runner.spec import RunnerSpec
 
+# What a channel raises: the worker is gone, or another thread has closed the channel.
+_GONE = (EOFError, OSError, ValueError)
 _GRACE_S = 1.0  # what an idle worker needs to leave by itself, many times over
 
 
@@ -60,12 +61,11 @@ class ProcessExecutor:
         raises is raised here: ModelError, ConfigError and their kin as they are, all else as
         EngineError; RunnerDied when the worker did not live to say.
         """
-        ours, theirs = socket.socketpair()
-        self._channel = Channel(ours)
+        self._channel, fds = open_channel()
         self._flights: deque[ProcessFlight] = deque()
         self._closed = False
         try:
-            self._child = Child(theirs, WeakMethod(self._channel.hang_up))
+            self._child = Child(fds, WeakMethod(self._channel.hang_up))
         except BaseException:
             self._channel.close()
             raise
@@ -82,9 +82,10 @@ class ProcessExecutor:
 
     def launch(self, plan: Plan) -> ProcessFlight:
         """Hands the plan over, whatever the worker is busy with; RunnerDied, EngineClosed."""
+        data = encode_plan(plan)
         try:
-            self._channel.send(Kind.PLAN, encode_plan(plan))
-        except OSError:
+            self._channel.send(Kind.PLAN, data)
+        except _GONE:
             raise self._death() from None
         flight = ProcessFlight(self, plan.step)
         self._flights.append(flight)
@@ -128,13 +129,13 @@ class ProcessExecutor:
     def _next_frame(self) -> tuple[int, bytes]:
         try:
             return self._channel.receive()
-        except (EOFError, OSError):
+        except _GONE:
             raise self._death() from None
 
     def _death(self) -> EngineError:
         if self._closed:
             return EngineClosed("the engine was closed; start a new one")
-        self._child.stop(_GRACE_S)  # its socket may close a little before it is gone
+        self._child.stop(_GRACE_S)  # it may have closed its pipes before it is gone
         return RunnerDied(
             f"the runner's process {self.pid} {self._child.end()}; start the engine again"
         )

@@ -1,6 +1,6 @@
 """The worker's side of `process`: receives plans, runs them, sends each result when it lands.
 
-The main thread receives by itself: a reader thread between the socket and the runner costs 5 to
+The main thread receives by itself: a reader thread between the pipe and the runner costs 5 to
 50 µs a step (benchmarks/transport.py), and a plan that is large waits on the host's side.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import faulthandler
 import os
 import pickle
-import socket
 import threading
 import traceback
 from functools import partial
@@ -28,20 +27,23 @@ if TYPE_CHECKING:
     from stepahead.runner.runner import Runner
 
 
-def main(fd: int) -> None:
-    """The whole life of a worker whose end of the channel is `fd`."""
+def main(read_fd: int, write_fd: int) -> None:
+    """The whole life of a worker whose end of the channel is these two."""
     faulthandler.enable()
     die_with_parent()
-    os.set_inheritable(fd, False)  # else a process started here would keep the channel open
-    channel = Channel(socket.socket(fileno=fd))
+    for fd in (read_fd, write_fd):
+        os.set_inheritable(fd, False)  # else a process started here would keep the channel open
+    channel = Channel(read_fd, write_fd)
     threading.Thread(target=_leave_with_host, args=(channel,), daemon=True).start()
     try:
         runner = _build(channel)
         if runner is not None:
             Worker(channel, InlineExecutor(runner)).run()
-    except (EOFError, OSError):
-        os._exit(1)  # the host is gone: nobody is left to tell
-    channel.close()
+        channel.close()
+    except BaseException as error:
+        if not isinstance(error, EOFError | BrokenPipeError):  # the host is gone
+            traceback.print_exc()
+        os._exit(1)  # at once: a model's own threads could keep a dead worker alive
 
 
 def _leave_with_host(channel: Channel) -> None:
@@ -71,7 +73,7 @@ class Worker:
         self._output = Aside("stepahead-output")
 
     def run(self) -> None:
-        """Returns after a shutdown; EOFError or OSError when the host goes without one."""
+        """Returns after a shutdown; EOFError or BrokenPipeError when the host goes without one."""
         while True:
             kind, payload = self._channel.receive()
             if kind == Kind.CONTROL:

@@ -72,12 +72,11 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, in_features] to [T, sum(parts)]."""
-        pieces = x.split(self._columns, 1)
-        out = torch.ops.mkldnn._linear_pointwise.default(
-            pieces[0], self._packed[0], self.bias, "none", [], ""
-        )
-        for piece, packed in zip(pieces[1:], self._packed[1:], strict=True):
-            out = torch.ops.mkldnn._linear_pointwise.binary(piece, out, packed, None, "add")
+        product = torch.ops.mkldnn._linear_pointwise.default
+        first, *rest = x.split(self._columns, 1)
+        out = product(first, self._packed[0], self.bias, "none", [], "")
+        for piece, packed in zip(rest, self._packed[1:], strict=True):
+            out += product(piece, packed, None, "none", [], "")
         return out
 
 
