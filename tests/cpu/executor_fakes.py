@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 
@@ -27,15 +28,17 @@ class OddWeights(WeightError):
 class FakeFlight:
     plan: Plan
     ready_at_s: float
-    fails: bool = False
+    action: str = ""
 
     def ready(self) -> bool:
         return time.monotonic() >= self.ready_at_s
 
     def land(self) -> Result:
         time.sleep(max(0.0, self.ready_at_s - time.monotonic()))
-        if self.fails:
+        if self.action == "late":
             raise RuntimeError("found out late")
+        if self.action == "nonsense":
+            return Result(self.plan.step, object())
         return Result(self.plan.step, answer(self.plan))
 
 
@@ -58,7 +61,7 @@ class FakeRunner:
         if action:
             getattr(self, f"_{action}")(value)
         late_s = self._late_s[plan.step % len(self._late_s)]
-        return FakeFlight(plan, time.monotonic() + late_s, action == "late")
+        return FakeFlight(plan, time.monotonic() + late_s, action)
 
     def close(self) -> None:
         pass
@@ -101,6 +104,9 @@ class FakeRunner:
 
     def _late(self, _: str) -> None:
         pass
+
+    def _nonsense(self, _: str) -> None:
+        threading.Thread(target=time.sleep, args=(60,)).start()
 
     def _print(self, words: str) -> None:
         print(words, flush=True)

@@ -48,7 +48,7 @@ def test_frames_come_as_they_were_sent(pair: Pair) -> None:
     assert [right.receive() for _ in range(6)] == sent * 2
 
 
-def test_what_the_socket_does_not_take_follows_in_order(pair: Pair) -> None:
+def test_what_the_pipe_does_not_take_follows_in_order(pair: Pair) -> None:
     left, right = pair
     started_s = time.monotonic()
     sent = [bytes([number]) + LARGE * (number % 2) for number in range(10)]
@@ -58,6 +58,22 @@ def test_what_the_socket_does_not_take_follows_in_order(pair: Pair) -> None:
     assert [right.receive()[1] for _ in sent] == sent
     left.send(Kind.PLAN, b"later")
     assert right.receive()[1] == b"later"
+
+
+def test_a_small_frame_does_not_overtake_a_large_one(pair: Pair) -> None:
+    """While somebody receives, the pipe often has room for a small one and only for it."""
+    host, worker = pair
+    sent = [bytes([number]) + LARGE * (number % 2) for number in range(60)]
+    got: list[bytes] = []
+    receiving = threading.Thread(
+        target=lambda: got.extend(worker.receive()[1] for _ in sent), daemon=True
+    )
+    receiving.start()
+    for payload in sent:
+        host.send(Kind.PLAN, payload)
+        time.sleep(0.001)
+    receiving.join(20)
+    assert got == sent
 
 
 def test_a_read_that_is_cut_and_interrupted_loses_nothing(pair: Pair) -> None:

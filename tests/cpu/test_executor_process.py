@@ -210,6 +210,17 @@ def test_a_grandchild_holding_the_channel_hides_no_death(start: Start) -> None:
     assert time.monotonic() - started_s < 4
 
 
+@pytest.mark.parametrize("late_s", [[0.0], [0.05]])
+def test_a_worker_that_can_not_answer_ends(start: Start, late_s: list[float]) -> None:
+    """In the main thread or the output thread, and with a thread of the model's still running,
+    which would hold a Python process back from ending."""
+    executor = start({1: "nonsense"}, late_s=late_s)
+    started_s = time.monotonic()
+    with pytest.raises(RunnerDied, match="exited with code 1"):
+        executor.launch(plan_of(1)).land()
+    assert time.monotonic() - started_s < 4
+
+
 def test_killed_while_it_builds(start: Start) -> None:
     with pytest.raises(RunnerDied, match="killed by SIGKILL"):
         start(build="build_and_die")

@@ -44,7 +44,8 @@ class Channel:
     """One end.  One thread sends at a time, and one receives; `hang_up` is for any."""
 
     def __init__(self, read_fd: int, write_fd: int, bell_fd: int | None = None) -> None:
-        """Takes the descriptors over.  `bell_fd` writes to what this end reads."""
+        """Takes the descriptors over.  `bell_fd`, a copy of the other side's `write_fd`, writes to
+        what this end reads."""
         os.set_blocking(write_fd, False)
         self._inlet = FileIO(read_fd, "rb")
         self._outlet = FileIO(write_fd, "wb")
@@ -132,7 +133,6 @@ class Channel:
         with contextlib.suppress(OSError, ValueError):  # closed, or so full that nobody waits
             os.set_blocking(self._inlet.fileno(), False)
             if self._bell is not None:
-                os.set_blocking(self._bell.fileno(), False)
                 self._bell.write(_END_FRAME)
 
     def close(self) -> None:

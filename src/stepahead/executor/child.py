@@ -113,9 +113,9 @@ def _keep(
         tell()
 
 
-# Read when the worker loads its OpenMP library.  Threads that spin between two operations take the
-# host's core: on two cores that were busy otherwise too, steps took 2 to 50 times as long.
-_ASLEEP_BETWEEN_OPERATIONS = {"OMP_WAIT_POLICY": "PASSIVE"}
+# Read when the worker loads its OpenMP library: how long a thread spins for its next operation
+# before it sleeps.  The default spins on through the host's turn and anybody else's (docs/LOG.md).
+_SPIN_BRIEFLY = {"GOMP_SPINCOUNT": "1000"}
 
 
 def _start(fds: tuple[int, int]) -> subprocess.Popen[bytes]:
@@ -125,5 +125,5 @@ def _start(fds: tuple[int, int]) -> subprocess.Popen[bytes]:
         stdin=subprocess.DEVNULL,
         stdout=2,  # what a model prints must not mix with the answers on stdout
         pass_fds=fds,
-        env=_ASLEEP_BETWEEN_OPERATIONS | os.environ,
+        env=_SPIN_BRIEFLY | os.environ,
     )

@@ -25,7 +25,7 @@ from stepahead.runner.spec import RunnerSpec
 
 # What a channel raises: the worker is gone, or another thread has closed the channel.
 _GONE = (EOFError, OSError, ValueError)
-_GRACE_S = 1.0  # what an idle worker needs to leave by itself, many times over
+_GRACE_S = 1.0  # a worker that is not in a forward needs half of it, most for unloading torch
 
 
 class ProcessFlight:

@@ -21,6 +21,9 @@ def check(life: Lifetime, flights: Iterable[Launched]) -> None:
         np.add.at(positions, flight.rows.slots, 1)
         np.add.at(names, flight.chunks[:, 0], 1)
         np.add.at(positions, flight.chunks[:, 0], flight.chunks[:, 2])
+        assert (table.generation[flight.slots] == flight.generations).all(), (
+            "a slot has a new owner while a flight names the old one"
+        )
     assert (table.pins == names).all(), "pins are not the flights that name a slot"
     assert (table.in_flight == positions).all(), "in_flight is not the sum over flights"
     assert (table.promised >= 0).all(), "a row was promised fewer than no tokens"

@@ -20,6 +20,12 @@ class Launched:
     rows: RowSet
     chunks: np.ndarray  # int32[c, 4] as in the plan
     ending: tuple[int, ...]  # slots whose last output, by length, this step brings
+    generations: np.ndarray  # int32[n + c] of `slots` in debug mode, else empty
+
+    @property
+    def slots(self) -> np.ndarray:
+        """int64[n + c]: every slot that the flight names, rows first."""
+        return np.concatenate([self.rows.slots, self.chunks[:, 0]])
 
 
 class Heard:

@@ -148,7 +148,9 @@ class Scheduler:
             self.life.leaves.clear()
         step = self._step
         self._step += 1
-        self._launched.append(Launched(step, rows, chunks, ending))
+        slots = np.append(rows.slots, chunks[:, 0]) if self.limits.debug else NO_INTS
+        generations = self.table.generation[slots]
+        self._launched.append(Launched(step, rows, chunks, ending, generations))
         same, self._sent_rows = rows is self._sent_rows, rows
         counters = self.life.counters
         counters.steps += 1

@@ -186,11 +186,11 @@ def measure(repeats: int = 5) -> dict[str, Any]:
 
 def table(found: dict[str, Any]) -> Table:
     """What `measure` found, for people."""
-    rows = Table("", "measured", "goal", title="host cost of a steady decode step, thread CPU")
+    lines = Table("", "measured", "goal", title="host cost of a steady decode step, thread CPU")
     per_step = found["us_per_step"]
     for rows, value in per_step.items():
-        rows.add_row(f"{rows} rows", f"{value} us", GOALS_US.get(rows, ""))
-    rows.add_row("each row more", f"{found['slope_us_per_row']} us", "0.08 us")
+        lines.add_row(f"{rows} rows", f"{value} us", GOALS_US.get(rows, ""))
+    lines.add_row("each row more", f"{found['slope_us_per_row']} us", "0.08 us")
     for wave in ("arrive", "finish"):
-        rows.add_row(f"256 {wave} at once", f"{found[f'wave_256_{wave}_ms']} ms", "5 ms")
-    return rows
+        lines.add_row(f"256 {wave} at once", f"{found[f'wave_256_{wave}_ms']} ms", "5 ms")
+    return lines

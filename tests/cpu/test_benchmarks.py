@@ -1,0 +1,60 @@
+"""The benchmarks measure what they say: a small turn of each, and a table of what it found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from stepahead.sim import host_cost, overhead, overlap
+
+
+def shown(table: Any) -> str:
+    console = Console(record=True, width=100, quiet=False, file=None)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
+
+
+def test_host_cost_counts_steps_that_decode_every_row() -> None:
+    engine, executor = host_cost.build(8)
+    for prompt in host_cost.prompts(8, 32, 16):
+        engine.add(prompt, host_cost.SamplingParams(temperature=0.0, max_tokens=64))
+    heard = [outputs for _ in range(20) if (outputs := host_cost.step(engine))]
+    assert [len(outputs.tokens) for outputs in heard[-5:]] == [8] * 5
+    assert executor.bytes_sent > 0
+    assert executor.spent_ns > 0
+
+
+def test_host_cost_waves_end_and_its_figures_are_positive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_cost, "ROWS", (1, 32, 1024))
+    monkeypatch.setattr(host_cost, "steady_us", lambda rows: 1.0 + rows / 100)
+    found = host_cost.measure(repeats=1)
+    assert found["us_per_step"]["32"] == 1.3
+    assert found["slope_us_per_row"] == pytest.approx(0.01)
+    assert found["wave_256_finish_ms"] > 0
+    assert found["wave_256_arrive_ms"] > 0
+    assert "1024 rows" in shown(host_cost.table(found))
+
+
+@pytest.mark.parametrize("loop", ["serial", "overlap"])
+def test_the_sleeping_device_is_busy_as_long_as_it_was_told(loop: str) -> None:
+    found = overlap.run(loop, 3.0, 1.0, 5)
+    assert found.busy_ms >= 3.0
+    # serial can't be shorter than both parts; under overlap the first step may have run before
+    assert found.tpot_ms >= (4.0 if loop == "serial" else 3.0 * 4 / 5)
+
+
+def test_the_overlap_table_shows_ratios() -> None:
+    case = {"F_ms": 10.0, "H_ms": 6.0, "serial_ms": 16.0, "overlap_ms": 10.1}
+    lines = shown(overlap.table({"cases": [case]}))
+    assert "1.000" in lines
+    assert "1.010" in lines
+
+
+def test_the_near_free_engine_runs_with_each_loop() -> None:
+    for loop in ("serial", "overlap"):
+        assert overhead.run(loop, 2, 3) > 0
+    step = {"serial": 1.0, "overlap": 0.5}
+    assert "0.5" in shown(overhead.table({"step_ms": {"1": step, "32": step, "256": step}}))
