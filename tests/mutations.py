@@ -277,8 +277,8 @@ PLANNING = [
         "stop rules are not looked at",
         "an answer that goes on after its end",
         "scheduler/scheduler.py",
-        "self.stops.candidates(settled.tokens).tolist()",
-        "self.stops.candidates(settled.tokens[:0]).tolist()",
+        "self.stops.candidates(settled.tokens, watch).tolist()",
+        "self.stops.candidates(settled.tokens[:0], watch[:0]).tolist()",
         CLOSED,
     ),
     Mutation(
@@ -301,8 +301,8 @@ PLANNING = [
         "nobody yields while nothing is on its way",
         "requests that wait for each other's pages for ever",
         "scheduler/rows.py",
-        "        if coming > owed:\n",
-        "        if coming >= owed:\n",
+        "            if self._coming > owed or not self._losers:\n",
+        "            if self._coming >= owed or not self._losers:\n",
         PAPER,
     ),
     Mutation(
@@ -317,10 +317,8 @@ PLANNING = [
         "the oldest may be a victim",
         "two requests that preempt each other for ever",
         "scheduler/policy.py",
-        "    younger = (entry for entry in running if entry.arrival > needy.arrival)\n"
-        "    return max(younger, key=lambda entry: entry.arrival, default=None)\n",
-        "    others = (entry for entry in running if entry is not needy)\n"
-        "    return min(others, key=lambda entry: entry.arrival, default=None)\n",
+        "    return sorted(running, key=lambda entry: entry.arrival)\n",
+        "    return sorted(running, key=lambda entry: -entry.arrival)\n",
         SCHEDULER + "test_the_youngest_yields_and_every_answer_is_whole",
     ),
     Mutation(

@@ -56,7 +56,8 @@ def ended(texts: Texts, tokens: list[int], params: SamplingParams) -> tuple[list
     rule = table.rule(params)
     for count in range(1, len(tokens) + 1):
         seen = np.array(tokens[:count], np.int32)
-        if (match := table.matched(rule, seen)) is not None:
+        match = table.matched(rule, count, lambda last, seen=seen: seen[-last:])
+        if match is not None:
             told, behind = match
             if isinstance(told, int) and told not in rule.reported:
                 return tokens[:count], Finish(0, "stop", seen)

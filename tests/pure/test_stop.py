@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepahead.scheduler.stop import StopTable, Vocabulary
+from stepahead.scheduler.stop import WATCH_OWN, StopRule, StopTable, Vocabulary
 from stepahead.types import SamplingParams
 
 EOS, SPECIALS = 1, frozenset({0, 1})
@@ -19,6 +19,16 @@ PIECES = st.lists(
     max_size=12,
 ).map(lambda pieces: [b"<p>", b"</s>", *pieces])
 TEXTS = st.text("ab é", min_size=1, max_size=4) | st.sampled_from(["</s>", "s>a"])
+
+
+def ended(stops: StopTable, rule: StopRule, outputs: list[int]) -> tuple[int | str, int] | None:
+    """What the rule makes of the newest output; it may ask for any number of the last ones."""
+
+    def last(count: int) -> np.ndarray:
+        assert 1 <= count <= len(outputs)
+        return np.array(outputs[-count:], np.int32)
+
+    return stops.matched(rule, len(outputs), last)
 
 
 def table(pieces: list[bytes]) -> StopTable:
@@ -71,14 +81,14 @@ def test_every_end_of_a_naive_search_is_found_and_no_other(
     pieces, outputs, params = story
     stops = table(pieces)
     rule = stops.rule(params)
-    stops.add(rule)
+    watch = np.array([stops.add(rule)], np.uint8)
     for count in range(1, len(outputs) + 1):
         so_far = outputs[:count]
         wanted = naive(pieces, so_far, params)
-        flagged = stops.candidates(np.array(so_far[-1:], np.int32)).tolist() == [0]
+        flagged = stops.candidates(np.array(so_far[-1:], np.int32), watch).tolist() == [0]
         if wanted is not None:
             assert flagged, "a token that ends the request is not looked at"
-        assert stops.matched(rule, np.array(so_far, np.int32)) == wanted
+        assert ended(stops, rule, so_far) == wanted
 
 
 @given(st.lists(stories(), min_size=1, max_size=4), st.randoms(use_true_random=False))
@@ -94,10 +104,12 @@ def test_rules_leave_nothing_behind(stories: list[Any], rnd: Any) -> None:
             rules.append(rule)
     rnd.shuffle(rules)
     tokens = np.arange(size, dtype=np.int32)
+    own = np.full(size, WATCH_OWN, np.uint8)
     while rules:
         stops.remove(rules.pop())
-        wanted = {token for rule in rules for token in rule.flagged.tolist()}
-        assert set(stops.candidates(tokens).tolist()) == wanted
+        mine = [rule for rule in rules if rule is not stops.rule(SamplingParams())]
+        wanted = {token for rule in mine for token in rule.flagged.tolist()}
+        assert set(stops.candidates(tokens, own).tolist()) == wanted
     assert not stops.counted
 
 
@@ -110,10 +122,23 @@ def test_plain_requests_share_a_rule() -> None:
 
 def test_nothing_but_the_rules_tokens_is_looked_at() -> None:
     stops = table([b"", b"", b"a", b"b", b"c", b"ca"])
-    stops.add(stops.rule(SamplingParams(stop="ca")))
+    watch = stops.add(stops.rule(SamplingParams(stop="ca")))
     everything = np.arange(6, dtype=np.int32)
     # the end, "a" and "ca"; but not "c", with which "ca" can only begin
-    assert stops.candidates(everything).tolist() == [1, 2, 5]
+    own = np.full(6, watch, np.uint8)
+    assert stops.candidates(everything, own).tolist() == [1, 2, 5]
+
+
+def test_one_requests_strings_are_nobody_elses_work() -> None:
+    # once every row was looked at in Python whose token could end anybody's string: 20 times the
+    # host's step at 256 rows
+    stops = table([b"", b"", b"a", b"b", b"c", b"ca"])
+    stops.add(stops.rule(SamplingParams(stop="ca")))
+    plain = stops.add(stops.rule(SamplingParams()))
+    deaf = stops.add(stops.rule(SamplingParams(ignore_eos=True)))
+    everything = np.arange(6, dtype=np.int32)
+    assert stops.candidates(everything, np.full(6, plain, np.uint8)).tolist() == [EOS]
+    assert stops.candidates(everything, np.full(6, deaf, np.uint8)).tolist() == []
 
 
 @pytest.mark.parametrize(
@@ -135,7 +160,7 @@ def test_a_string_ends_where_it_first_ends(
 ) -> None:
     stops = table([b"", b"", b"a", b"b", b"ba", b"aab"])
     rule = stops.rule(SamplingParams(stop=texts))
-    assert stops.matched(rule, np.array(outputs, np.int32)) == wanted
+    assert ended(stops, rule, outputs) == wanted
 
 
 def test_many_strings_are_forgotten_again() -> None:

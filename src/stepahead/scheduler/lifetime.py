@@ -122,7 +122,7 @@ class Lifetime:
         table.planned[slot] = cached
         table.budget[slot] = entry.prompt_len + entry.max_tokens - known
         self.store.mirror.write(pages[hits:], tokens[cached:])
-        self.stops.add(entry.rule)
+        table.watch[slot] = self.stops.add(entry.rule)
         entry.stage = Stage.PREFILL
         if entry.cached_tokens < 0:
             entry.cached_tokens = cached
@@ -155,6 +155,15 @@ class Lifetime:
         if length == len(entry.tokens):
             return entry.tokens[first:]
         read = self.store.mirror.read(self.table.pages_of(entry.slot), first, length - 1)
+        return np.append(read, self.table.last[entry.slot])
+
+    def last_outputs(self, entry: Entry, count: int) -> np.ndarray:
+        """The last `count` outputs of an entry that has so many, int32[count]."""
+        length = int(self.table.length[entry.slot])
+        if length == len(entry.tokens):
+            return entry.tokens[length - count :]
+        pages = self.table.pages_of(entry.slot)
+        read = self.store.mirror.read(pages, length - count, length - 1)
         return np.append(read, self.table.last[entry.slot])
 
     def _length(self, entry: Entry) -> int:

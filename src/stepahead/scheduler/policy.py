@@ -58,10 +58,9 @@ def spare_pages(running: int) -> int:
     return running
 
 
-def victim(running: Iterable[Entry], needy: Entry) -> Entry | None:
-    """The youngest of the running requests that is younger than `needy`; None if there is none.
+def victims(running: Iterable[Entry]) -> list[Entry]:
+    """In which order requests yield their pages: the last of the list, the youngest, first.
 
-    The oldest request is never a victim, so it always gets ahead.
+    A request yields to older ones only, so the oldest always gets ahead.
     """
-    younger = (entry for entry in running if entry.arrival > needy.arrival)
-    return max(younger, key=lambda entry: entry.arrival, default=None)
+    return sorted(running, key=lambda entry: entry.arrival)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from stepahead.scheduler.lifetime import Entry, Lifetime, Stage
-from stepahead.scheduler.policy import victim
+from stepahead.scheduler.policy import victims
 from stepahead.scheduler.table import RowSet, row_set
 
 # positions for which pages are granted ahead: rows are looked at once in so many steps
@@ -18,6 +18,35 @@ HORIZON = 8
 _LAUNCH = np.array([[1], [1], [1], [1], [-1]], np.int32)
 _FAR = 1 << 30
 NOBODY = row_set(np.zeros(0, np.int64), np.zeros(0, np.int64))
+
+
+class Room:
+    """Makes room for needy rows of one plan by preempting the youngest, as few as will do."""
+
+    def __init__(self, life: Lifetime) -> None:
+        table = life.table
+        running = [e for e in life.entries if e and e.stage in (Stage.PREFILL, Stage.DECODE)]
+        finishing = [e.slot for e in running if table.budget[e.slot] == 0]
+        self._life = life
+        # what marked and finishing slots hold comes back when their flights retire; some of it may
+        # be shared and stay, which puts a row off once more and no longer
+        self._coming = sum(int(table.num_pages[slot]) for slot in (*life.ghosts, *finishing))
+        self._losers = victims(e for e in running if table.budget[e.slot] > 0)
+
+    def make(self, needy: Entry, promised: int, owed: int) -> bool:
+        """Whether a page beyond `promised` can be had now; `owed` rows wait for coming ones."""
+        life, store = self._life, self._life.store
+        while store.available <= promised:
+            if self._coming > owed or not self._losers:
+                return False
+            if self._losers[-1].arrival <= needy.arrival:
+                return False
+            loser = self._losers.pop()
+            pages = int(life.table.num_pages[loser.slot])
+            life.preempt(loser)
+            # without a flight that names it, its pages are back already
+            self._coming += pages if loser.slot else 0
+        return True
 
 
 class DecodeRows:
@@ -95,35 +124,21 @@ class DecodeRows:
         at = rows.at
         bare = (table.planned[at] >= table.covered[at]) & (table.planned[at] < table.limit[at])
         needy = [entry for slot in rows.slots[bare] if (entry := entries[slot]) is not None]
+        room = Room(self.life)
+        granted: list[int] = []
         left_out: list[int] = []
         for entry in sorted(needy, key=lambda entry: entry.arrival):
             if not table.decoding[entry.slot]:
                 continue  # preempted for an older one
-            while not self.store.available and self._make_room(entry, len(left_out)):
-                pass
-            if self.store.available:
-                self._hand_out(np.array([entry.slot]), np.array([1]), grants)
+            if self.store.available > len(granted) or room.make(entry, len(granted), len(left_out)):
+                granted.append(entry.slot)
             else:
                 left_out.append(entry.slot)
+        self._hand_out(np.array(granted, np.int64), np.ones(len(granted), np.int64), grants)
         keep = table.decoding.copy()
         keep[left_out] = False
         # the countdown stays at zero, so the next plan looks again
         return table.rows(keep.nonzero()[0])
-
-    def _make_room(self, needy: Entry, owed: int) -> bool:
-        """Preempts one request younger than `needy`, unless pages enough are on their way."""
-        life, table = self.life, self.table
-        running = [e for e in life.entries if e and e.stage in (Stage.PREFILL, Stage.DECODE)]
-        finishing = [e.slot for e in running if table.budget[e.slot] == 0]
-        # what marked and finishing slots hold comes back when their flights retire
-        coming = sum(int(table.num_pages[slot]) for slot in (*life.ghosts, *finishing))
-        if coming > owed:
-            return False
-        loser = victim((e for e in running if table.budget[e.slot] > 0), needy)
-        if loser is None:
-            return False
-        life.preempt(loser)
-        return True
 
     def advance(self, rows: RowSet) -> tuple[int, ...]:
         """Moves the rows' frontiers one position; the slots whose last output that will bring."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
@@ -252,10 +253,13 @@ class Scheduler:
     def _stopped(self, settled: Settled) -> list[Finish]:
         """Ends the requests whose new token completes a stop id or string."""
         finishes = []
-        for index in self.stops.candidates(settled.tokens).tolist():
-            entry = self.life.entries[int(settled.slots[index])]
+        life, table = self.life, self.table
+        watch = table.watch[settled.slots]
+        for index in self.stops.candidates(settled.tokens, watch).tolist():
+            entry = life.entries[int(settled.slots[index])]
             assert entry is not None, "a token was heard for a slot that nobody has"
-            match = self.stops.matched(entry.rule, self.life.outputs(entry))
+            count = int(table.length[entry.slot]) - entry.prompt_len
+            match = self.stops.matched(entry.rule, count, partial(life.last_outputs, entry))
             if match is not None:
                 finishes.append(self._end(entry, "stop", match))
         return finishes

@@ -4,7 +4,7 @@ only those are looked at in Python.  Knows token ids and their bytes, no text de
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,8 +32,9 @@ class Vocabulary:
     ) -> None:
         self.token_bytes = token_bytes
         self.special_ids = special_ids
-        self._sorted: list[bytes] = []
-        self._order: list[int] = []
+        self._order = sorted(range(len(token_bytes)), key=token_bytes.__getitem__)
+        self._sorted = [token_bytes[token] for token in self._order]
+        self._joined = b"".join(token_bytes), np.cumsum([len(piece) for piece in token_bytes])
         self._ending: dict[bytes, np.ndarray] = {}
 
     def enders(self, text: bytes) -> np.ndarray:
@@ -45,14 +46,22 @@ class Vocabulary:
         return self._ending[text]
 
     def _find(self, text: bytes) -> np.ndarray:
-        if not self._order:
-            self._order = sorted(range(len(self.token_bytes)), key=self.token_bytes.__getitem__)
-            self._sorted = [self.token_bytes[token] for token in self._order]
         # an occurrence ends in a token that begins with the occurrence's tail ...
         found = {token for i in range(len(text)) for token in self._starting(text[i:])}
         # ... or has all of it inside
-        found.update(t for t, piece in enumerate(self.token_bytes) if text in piece)
+        found.update(self._holding(text))
         return np.array(sorted(found), np.int64)
+
+    def _holding(self, text: bytes) -> list[int]:
+        blob, ends = self._joined
+        found: list[int] = []
+        at = blob.find(text)
+        while at >= 0:
+            token = int(np.searchsorted(ends, at, "right"))
+            if at + len(text) <= ends[token]:  # else it stands across two pieces
+                found.append(token)
+            at = blob.find(text, at + 1)
+        return found
 
     def _starting(self, tail: bytes) -> list[int]:
         first = bisect_left(self._sorted, tail)
@@ -62,27 +71,30 @@ class Vocabulary:
         return self._order[first:last]
 
 
+# what a row watches for, and why a token is worth a look
+WATCH_EOS = 1  # the plain rule: the end of sequence, and nothing else
+WATCH_OWN = 2  # a rule of its own
+_STOPPING, _IGNORING = SamplingParams(), SamplingParams(ignore_eos=True)
+
+
 class StopTable:
-    """Counts, by token id, the live rules that want to look at that token."""
+    """What kinds of rule want to look at each token: a bit for the ends of sequence, and a bit for
+    the own rules of live requests, which are counted."""
 
     def __init__(self, vocab_size: int, eos_ids: tuple[int, ...], vocabulary: Vocabulary) -> None:
-        self._wanted = np.zeros(vocab_size, np.int32)
+        self._own = np.zeros(vocab_size, np.int32)
+        self._kinds = np.zeros(vocab_size, np.uint8)
+        self._kinds[list(eos_ids)] = WATCH_EOS
         self._eos = eos_ids
         self._vocabulary = vocabulary
-        self._plain: dict[bool, StopRule] = {}
-        self._users: dict[StopRule, int] = {}
+        self._users = 0
+        self._plain = {True: self._build(_IGNORING), False: self._build(_STOPPING)}
 
     def rule(self, params: SamplingParams) -> StopRule:
-        """The rule of a request, not yet counted."""
+        """The rule of a request, not yet counted; most requests share a plain one."""
         if not params.stop and not params.stop_token_ids and not params.min_tokens:
-            return self._shared(params)
+            return self._plain[params.ignore_eos]
         return self._build(params)
-
-    def _shared(self, params: SamplingParams) -> StopRule:
-        # most requests stop at the end-of-sequence ids alone: one rule object for all of them
-        if params.ignore_eos not in self._plain:
-            self._plain[params.ignore_eos] = self._build(params)
-        return self._plain[params.ignore_eos]
 
     def _build(self, params: SamplingParams) -> StopRule:
         named = frozenset(params.stop_token_ids or ())
@@ -92,65 +104,76 @@ class StopTable:
         flagged = np.unique(np.concatenate(groups))
         return StopRule(ids, strings, named, params.min_tokens, params.skip_special_tokens, flagged)
 
-    def add(self, rule: StopRule) -> None:
-        """Counts a user of the rule in."""
-        users = self._users.get(rule, 0)
-        if not users:
-            self._wanted[rule.flagged] += 1
-        self._users[rule] = users + 1
+    def add(self, rule: StopRule) -> int:
+        """Counts a user of the rule in; what its row watches for."""
+        self._users += 1
+        if rule is self._plain[True]:
+            return 0
+        if rule is self._plain[False]:
+            return WATCH_EOS
+        self._own[rule.flagged] += 1
+        self._kinds[rule.flagged] |= WATCH_OWN
+        return WATCH_OWN
 
     def remove(self, rule: StopRule) -> None:
         """Counts a user of the rule out."""
-        self._users[rule] -= 1
-        if not self._users[rule]:
-            del self._users[rule]
-            self._wanted[rule.flagged] -= 1
+        self._users -= 1
+        if rule in (self._plain[True], self._plain[False]):
+            return
+        self._own[rule.flagged] -= 1
+        unwanted = rule.flagged[self._own[rule.flagged] == 0]
+        self._kinds[unwanted] &= WATCH_EOS
 
     @property
     def counted(self) -> bool:
         """Whether any rule is counted in."""
-        return bool(self._users) or bool(self._wanted.any())
+        return bool(self._users) or bool(self._own.any())
 
-    def candidates(self, tokens: np.ndarray) -> np.ndarray:
-        """Indices into `tokens` (int32[n]) after which some live rule must be looked at."""
-        return self._wanted[tokens].nonzero()[0]
+    def candidates(self, tokens: np.ndarray, watch: np.ndarray) -> np.ndarray:
+        """Indices of rows to be looked at after `tokens` int32[n]; `watch` uint8[n] is theirs."""
+        return (self._kinds[tokens] & watch).nonzero()[0]
 
-    def matched(self, rule: StopRule, outputs: np.ndarray) -> tuple[int | str, int] | None:
-        """Whether the last of `outputs` int32[n] ends the request: (what matched, bytes behind it).
+    def matched(
+        self, rule: StopRule, count: int, last: Callable[[int], np.ndarray]
+    ) -> tuple[int | str, int] | None:
+        """Whether the newest of `count` outputs ends the request: (what matched, bytes behind it).
 
-        Stop strings win over ids.  Nothing ends a request before `min_tokens` are out.
+        `last(k)` gives the last k outputs, int32[k].  Stop strings win over ids.  Nothing ends a
+        request before `min_tokens` are out.
         """
-        if len(outputs) <= rule.min_tokens:
+        if count <= rule.min_tokens:
             return None
-        if rule.strings and (hit := self._string(rule, outputs)):
+        token = int(last(1)[0])
+        if rule.strings and (hit := self._string(rule, token, count, last)):
             return hit
-        token = int(outputs[-1])
         return (token, 0) if token in rule.ids else None
 
-    def _string(self, rule: StopRule, outputs: np.ndarray) -> tuple[str, int] | None:
-        last = self._bytes(rule, int(outputs[-1]))
-        if not last:
+    def _string(
+        self, rule: StopRule, token: int, count: int, last: Callable[[int], np.ndarray]
+    ) -> tuple[str, int] | None:
+        newest = self._bytes(rule, token)
+        if not newest:
             return None
-        most = max(map(len, rule.strings)) - 1
-        tail = self._tail(rule, outputs[:-1], most)
+        tail = self._tail(rule, count, last)
         best: tuple[int, bytes] | None = None
         for text in rule.strings:
-            at = (tail + last).find(text, max(0, len(tail) - len(text) + 1))
+            at = (tail + newest).find(text, max(0, len(tail) - len(text) + 1))
             if at >= 0 and (best is None or at + len(text) < best[0]):
                 best = (at + len(text), text)
         if best is None:
             return None
-        return best[1].decode(), len(tail) + len(last) - best[0]
+        return best[1].decode(), len(tail) + len(newest) - best[0]
 
-    def _tail(self, rule: StopRule, outputs: np.ndarray, most: int) -> bytes:
-        pieces: list[bytes] = []
-        size = 0
-        for token in outputs[::-1]:
-            if size >= most:
-                break
-            pieces.append(self._bytes(rule, int(token)))
-            size += len(pieces[-1])
-        return b"".join(reversed(pieces))
+    def _tail(self, rule: StopRule, count: int, last: Callable[[int], np.ndarray]) -> bytes:
+        """The bytes before the newest token, as many as a string could need, or all there are."""
+        most = max(map(len, rule.strings)) - 1
+        wanted = most  # nearly every token has a byte or more
+        while True:
+            wanted = min(wanted, count - 1)
+            tail = b"".join(self._bytes(rule, int(t)) for t in last(wanted + 1)[:-1])
+            if len(tail) >= most or wanted == count - 1:
+                return tail
+            wanted *= 2
 
     def _bytes(self, rule: StopRule, token: int) -> bytes:
         if rule.skip_special and token in self._vocabulary.special_ids:

@@ -70,6 +70,7 @@ class Table:
         self.last = np.zeros(num_slots, np.int32)
         self.cell = np.zeros(num_slots, np.int64)  # the mirror's cell for `last`
         self.deaf = np.zeros(num_slots, np.bool_)  # ended: what still lands is not for it
+        self.watch = np.zeros(num_slots, np.uint8)  # what its stop rule looks at
         self.decoding = np.zeros(num_slots, np.bool_)
         self.held = np.zeros(num_slots, np.int32)  # leading pages that are in the prefix tree
         self.num_pages = np.zeros(num_slots, np.int32)
