@@ -203,7 +203,7 @@ class Answer:
 def complete(toy: Toy, prompt: list[int], params: Any, seed: int, choice: int = 0) -> Answer:
     """Runs one request to its end."""
     answer = Answer()
-    if params.prompt_logprobs is not None:
+    if params.prompt_logprobs is not None and choice == 0:
         answer.prompt_logits = [
             logits_of(state_of(np.array(prompt[:i])), toy.vocab_size) for i in range(1, len(prompt))
         ]

@@ -298,7 +298,7 @@ class Client:
         for (index, choice), one in self.run.told.items():
             if not one.refused:
                 assert one.finish is not None, f"{index, choice} never heard its end"
-                self._finish_one(self.work.asks[index], one, one.finish)
+                self._finish_one(self.work.asks[index], choice, one, one.finish)
         scheduler, counts = self.engine.scheduler, self.run.counts
         scheduler.check_at_rest()
         counts.update(scheduler.life.counters.as_dict())
@@ -307,16 +307,16 @@ class Client:
         assert counts["overshoot_rows"] <= early * ahead, "more rows wasted than D - 1 an end"
         self.engine.close()
 
-    def _finish_one(self, ask: Ask, one: Told, end: Finish) -> None:
+    def _finish_one(self, ask: Ask, choice: int, one: Told, end: Finish) -> None:
         assert one.firsts == bool(one.tokens), "not one first token"
         if ask.params.logprobs is not None:
             assert len(one.logprobs) == len(one.tokens), "a token without log-probabilities"
         assert 0 <= end.cached_tokens < len(ask.prompt), "nothing was left to compute"
         assert end.cached_tokens % self.work.options["page_size"] == 0, "half a page was cached"
-        if (
-            not self.work.options.get("prefix_cache", True)
-            or ask.params.prompt_logprobs is not None
-        ):
+        # the first choice tells the prompt's log-probabilities for all of them
+        told_prompt = ask.params.prompt_logprobs is not None and choice == 0
+        assert told_prompt or not one.prompt_logprobs, "told the prompt's log-probabilities again"
+        if told_prompt or not self.work.options.get("prefix_cache", True):
             assert end.cached_tokens == 0, "cached without a cache"
 
 

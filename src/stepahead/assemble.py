@@ -113,21 +113,10 @@ def runner_spec(resolved: Resolved, parts: ModelParts) -> RunnerSpec:
 def settings(resolved: Resolved) -> tuple[str, ...]:
     """One line for each option: its effective value, and why where it was settled or changed."""
     reasons = {reason.partition("=")[0]: reason for reason in resolved.reasons}
+    values = {option.name: getattr(resolved.config, option.name) for option in fields(EngineConfig)}
     return tuple(
-        reasons.pop(option.name, None) or _as_given(option.name, resolved)
-        for option in fields(EngineConfig)
-        if _is_settled(option.name, resolved)
+        reasons.pop(name, f"{name}={value}") for name, value in values.items() if value is not None
     ) + tuple(reasons.values())
-
-
-def _is_settled(name: str, resolved: Resolved) -> bool:
-    return getattr(resolved.config, name) is not None
-
-
-def _as_given(name: str, resolved: Resolved) -> str:
-    value = getattr(resolved.config, name)
-    # page 0 is padding and nobody's option
-    return f"{name}={value - 1 if name == 'num_pages' else value}"
 
 
 def weight_values(spec: ModelSpec) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from stepahead.errors import ConfigError, NotEnoughMemory
@@ -188,9 +189,9 @@ class Resolved:
 
     @property
     def pages(self) -> int:
-        """Pages in the pool, the padding page included."""
+        """Pages of the pool, the padding page included."""
         assert self.config.num_pages is not None
-        return self.config.num_pages
+        return self.config.num_pages + 1
 
 
 def resolve(
@@ -223,11 +224,18 @@ def _settle_budget(config: EngineConfig, reasons: list[str]) -> int:
 
 
 def _settle_threads(config: EngineConfig, reasons: list[str]) -> int:
-    if config.threads is not None:
-        return config.threads
-    threads = os.cpu_count() or 1
-    reasons.append(f"threads={threads}: one for each core")
-    return threads
+    cores = _cores()
+    if config.threads is None:
+        reasons.append(f"threads={cores}: one for each core")
+        return cores
+    if config.threads > 4 * cores:
+        raise ConfigError(f"threads={config.threads}; there are {cores} cores, give {cores} or so")
+    return config.threads
+
+
+def _cores() -> int:
+    # what this process may use, which in a container is less than the machine has
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _settle_length(config: EngineConfig, facts: ModelFacts, reasons: list[str]) -> int:
@@ -244,33 +252,47 @@ def _settle_length(config: EngineConfig, facts: ModelFacts, reasons: list[str]) 
 def _settle_pages(
     config: EngineConfig, facts: ModelFacts, length: int, available: int, reasons: list[str]
 ) -> int:
+    """Pages that requests can have; the pool has one more, for padding."""
     page_bytes = facts.kv_bytes_per_token * config.page_size
-    most_useful = config.max_rows * -(-length // config.page_size) + 1
-    spare = max(0, available - facts.weight_bytes)
+    most_useful = config.max_rows * -(-length // config.page_size)
+    spare = max(0, available - facts.weight_bytes - _table_bytes(config, length))
     if config.num_pages is not None:
-        pages = config.num_pages + 1  # page 0 is padding
+        pages = config.num_pages
     elif config.kv_memory_gb is not None:
-        pages = int(config.kv_memory_gb * 2**30 // page_bytes)
-        reasons.append(f"num_pages={pages - 1}: kv_memory_gb={config.kv_memory_gb}")
+        pages = int(config.kv_memory_gb * 2**30 // page_bytes) - 1
+        reasons.append(f"num_pages={pages}: kv_memory_gb={config.kv_memory_gb}")
     else:
-        pages = min(most_useful, spare // 4 // page_bytes)
+        pages = min(most_useful, spare // 4 // page_bytes - 1)
         cause = "every row at full length" if pages == most_useful else "a quarter of free memory"
-        reasons.append(f"num_pages={pages - 1}: {cause}")
-    if pages < 2:
+        reasons.append(f"num_pages={pages}: {cause}")
+    if pages < 1:
+        raise NotEnoughMemory(f"the KV pool would hold {max(0, pages)} pages; give it more memory")
+    if (pages + 1) * page_bytes > spare:
         raise NotEnoughMemory(
-            f"the KV pool would hold {max(0, pages - 1)} pages; give it more memory"
-        )
-    if pages * page_bytes > spare:
-        raise NotEnoughMemory(
-            f"the KV pool needs {pages * page_bytes / 2**30:.2f} GiB and the weights "
-            f"{facts.weight_bytes / 2**30:.2f} GiB, but {available / 2**30:.2f} GiB are free; "
-            "lower num_pages, kv_memory_gb, max_rows or max_model_len"
+            f"the KV pool needs {(pages + 1) * page_bytes / 2**30:.2f} GiB, the weights "
+            f"{facts.weight_bytes / 2**30:.2f} GiB and the page tables "
+            f"{_table_bytes(config, length) / 2**30:.2f} GiB, but {available / 2**30:.2f} GiB are "
+            "free; lower num_pages, kv_memory_gb, max_rows or max_model_len"
         )
     return pages
 
 
+def _table_bytes(config: EngineConfig, length: int) -> int:
+    """Page tables: an int32 on the host and an int64 on the device for each page of each slot."""
+    return config.num_slots * -(-length // config.page_size) * 12
+
+
 def memory_available() -> int:
-    """Bytes of memory that can be had without swapping."""
+    """Bytes of memory that can be had without swapping, on the machine and in this container."""
     import psutil
 
-    return int(psutil.virtual_memory().available)
+    return min(int(psutil.virtual_memory().available), _container_memory())
+
+
+def _container_memory(root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes left below this control group's limit; a very large number where there is none."""
+    try:
+        limit, used = (root / name for name in ("memory.max", "memory.current"))
+        return max(0, int(limit.read_text()) - int(used.read_text()))
+    except (OSError, ValueError):  # no control groups, or the limit is the word "max"
+        return 1 << 62

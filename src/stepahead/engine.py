@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 
 import numpy as np
+from msgspec.structs import replace
 
 from stepahead.config import EngineConfig, Resolved
 from stepahead.errors import EngineClosed, EngineError, InvalidParameter
@@ -76,26 +77,20 @@ class Engine:
         self._check_open()
         ids = as_prompt(prompt, self.resolved.facts.vocab_size)
         self._check_ids(params)
-        seed = self._own_seed() if params.seed is None else params.seed
-        requests = [Request(self._take_rid(), ids, params, seed, i) for i in range(params.n)]
-        added: list[int] = []
-        try:
-            for request in requests:
-                self.scheduler.add(request, wait)
-                added.append(request.rid)
-        except Exception:
-            for rid in added:  # all choices or none; nobody has heard of these ids
-                self.scheduler.abort(rid)
-            raise
-        return added
+        requests = [self._request(ids, params, choice) for choice in range(params.n)]
+        self.scheduler.add(requests, wait)
+        # counted when taken in: a refusal must not change the noise of those that come after
+        self._rids += params.n
+        return [request.rid for request in requests]
 
-    def _own_seed(self) -> int:
-        # the noise of a request without a seed: the same in every run of this engine's seed
-        return (self.resolved.config.seed * 0x9E3779B97F4A7C15 + self._rids + 1) % (1 << 63)
-
-    def _take_rid(self) -> int:
-        self._rids += 1
-        return self._rids - 1
+    def _request(self, prompt: np.ndarray, params: SamplingParams, choice: int) -> Request:
+        seed = params.seed
+        if seed is None:  # its own noise, the same in every run of this engine's seed
+            seed = (self.resolved.config.seed * 0x9E3779B97F4A7C15 + self._rids + 1) % (1 << 63)
+        if choice and params.prompt_logprobs is not None:
+            # the prompt is the same for all choices: once is enough
+            params = replace(params, prompt_logprobs=None)
+        return Request(self._rids + choice, prompt, params, seed, choice)
 
     def _check_ids(self, params: SamplingParams) -> None:
         size = self.resolved.facts.vocab_size
@@ -121,7 +116,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do or to tell."""
-        return bool(self._ended) or self.scheduler.has_work
+        return not self._closed and (bool(self._ended) or self.scheduler.has_work)
 
     def step(self) -> Outputs | None:
         """Runs the loop once.  What it brought, or None: a launch without a landing.

@@ -105,7 +105,7 @@ class Result(msgspec.Struct, frozen=True, array_like=True, eq=False):
 class Control(msgspec.Struct, frozen=True, array_like=True, eq=False):
     """A message outside the flow of steps."""
 
-    kind: Literal["flush", "shutdown"]
+    kind: Literal["shutdown"]
 
 
 _PLANS = decoder(Plan)

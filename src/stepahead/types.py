@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 import numpy as np
+from msgspec.structs import force_setattr
 
 from stepahead.errors import InvalidParameter
 
@@ -51,6 +52,12 @@ class SamplingParams(
 
     def __post_init__(self) -> None:
         _check_params(self)
+        # our own copies: a list that its giver changes later would not have been checked
+        for name in ("stop", "stop_token_ids"):
+            if isinstance(given := getattr(self, name), list):
+                force_setattr(self, name, tuple(given))
+        if self.logit_bias is not None:
+            force_setattr(self, "logit_bias", dict(self.logit_bias))
 
     @property
     def stops(self) -> tuple[str, ...]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from stepahead.config import (
     MAX_ROWS,
     EngineConfig,
     ModelFacts,
+    _container_memory,
     config_from,
     resolve,
 )
@@ -104,7 +107,7 @@ def settled(available: int = PLENTY, **options: Any) -> tuple[EngineConfig, str]
 def test_what_is_left_open_is_settled_and_said() -> None:
     config, reasons = settled(max_rows=4)
     assert config.max_model_len == 128
-    assert config.num_pages == 4 * 128 // 16 + 1  # page 0 is padding
+    assert config.num_pages == 4 * 128 // 16
     assert config.threads is not None
     assert config.threads >= 1
     for words in ("max_model_len=128: the model's own", "num_pages=32: every row", "threads="):
@@ -115,21 +118,21 @@ def test_what_is_given_is_kept_and_needs_no_reason() -> None:
     config, reasons = settled(
         max_model_len=64, num_pages=9, threads=3, max_rows=2, max_step_tokens=8
     )
-    assert (config.max_model_len, config.num_pages, config.threads) == (64, 10, 3)
+    assert (config.max_model_len, config.num_pages, config.threads) == (64, 9, 3)
     assert config.max_step_tokens == 8
     assert reasons == ""
 
 
 def test_the_pool_is_a_quarter_of_what_is_free_where_that_is_less() -> None:
-    page_bytes = 16 << 10
-    config, reasons = settled(available=40 * page_bytes)
-    assert config.num_pages == 10
+    page_bytes, tables = 16 << 10, 513 * 8 * 12  # 513 slots of 8 pages, 12 bytes each
+    config, reasons = settled(available=40 * page_bytes + tables)
+    assert config.num_pages == 9
     assert "num_pages=9: a quarter of free memory" in reasons
 
 
 def test_a_pool_in_gib_is_that_many_pages() -> None:
     config, reasons = settled(kv_memory_gb=1)
-    assert config.num_pages == (1 << 30) // (16 << 10)
+    assert config.num_pages == (1 << 30) // (16 << 10) - 1  # one is padding
     assert "kv_memory_gb=1" in reasons
 
 
@@ -154,9 +157,34 @@ def test_a_pool_that_does_not_fit_is_refused(options: dict[str, Any]) -> None:
 def test_weights_take_memory_too() -> None:
     config = config_from("toy", {"num_pages": 63})
     facts = dataclasses.replace(FACTS, weight_bytes=1 << 20)
-    assert resolve(config, facts, (1 << 20) + (64 * 16 << 10)).pages == 64
+    # 513 slots of 8 pages, 12 bytes each
+    enough = (1 << 20) + (64 * 16 << 10) + 513 * 8 * 12
+    assert resolve(config, facts, enough).pages == 64
     with pytest.raises(NotEnoughMemory):
-        resolve(config, facts, (1 << 20) + (64 * 16 << 10) - 1)
+        resolve(config, facts, enough - 1)
+
+
+def test_page_tables_count_as_memory() -> None:
+    # 3 GiB of tables once passed with 1 GiB free
+    facts = dataclasses.replace(FACTS, max_len=131_072)
+    config = config_from("toy", {"max_rows": 1024, "page_size": 1, "num_pages": 64})
+    with pytest.raises(NotEnoughMemory, match=r"page tables 3\.00 GiB"):
+        resolve(config, facts, 1 << 30)
+
+
+def test_threads_are_those_of_this_process() -> None:
+    cores = len(os.sched_getaffinity(0))
+    assert settled()[0].threads == cores
+    with pytest.raises(ConfigError, match=f"threads=1000000; there are {cores} cores"):
+        settled(threads=10**6)
+
+
+def test_a_containers_memory_is_what_counts(tmp_path: Path) -> None:
+    (tmp_path / "memory.current").write_text("300\n")
+    (tmp_path / "memory.max").write_text("1000\n")
+    assert _container_memory(tmp_path) == 700
+    (tmp_path / "memory.max").write_text("max\n")
+    assert _container_memory(tmp_path) == _container_memory(tmp_path / "none") == 1 << 62
 
 
 @pytest.mark.parametrize("options", [{}, {"kv_memory_gb": 1e-9}])
@@ -167,6 +195,6 @@ def test_a_pool_of_no_page_is_refused(options: dict[str, Any]) -> None:
 
 def test_resolving_twice_changes_nothing() -> None:
     once, _ = settled(max_rows=4)
-    again = resolve(dataclasses.replace(once, num_pages=once.num_pages - 1), FACTS, PLENTY)
+    again = resolve(once, FACTS, PLENTY)
     assert again.config == once
     assert again.reasons == ()

@@ -131,3 +131,20 @@ def test_the_tap_hands_on_what_it_shows() -> None:
     plan = Plan(0, np.zeros(0, np.int32), same_rows=True)
     assert len(tap.launch(plan).land().tokens) == 0
     assert shown == [plan]
+
+
+def test_a_refusal_changes_nobody_elses_noise() -> None:
+    # the noise of a request without a seed once depended on how many had been refused before it
+    options = {"vocab_size": 64, "max_model_len": 32, "page_size": 4, "max_rows": 2, "num_pages": 9}
+
+    def seeds(refusals: int) -> list[int]:
+        engine = toy_engine(options, Variant("serial", "paper"))
+        engine.add([2, 3], SamplingParams())
+        for _ in range(refusals):
+            with pytest.raises(PoolFull):
+                engine.add([2, 3], SamplingParams(n=3), wait=False)
+        engine.add([4, 5], SamplingParams(n=2))
+        return [entry.request.seed for entry in engine.scheduler._entries.values()]
+
+    assert seeds(0) == seeds(3)
+    assert len(set(seeds(0))) == 2  # two prompts; choices of one share it and differ by number

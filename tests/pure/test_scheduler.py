@@ -43,7 +43,7 @@ class Desk:
         """A greedy request that only its length ends, unless `fields` say otherwise."""
         params = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 8} | fields
         tokens = np.array(prompt, np.int32)
-        self.scheduler.add(Request(rid, tokens, SamplingParams(**params), rid), wait)
+        self.scheduler.add([Request(rid, tokens, SamplingParams(**params), rid)], wait)
 
     def launch(self) -> Plan | None:
         """Plans and launches a step."""

@@ -150,3 +150,14 @@ def test_a_prompt_is_int32_and_our_own(dtype: type) -> None:
     given[:] = 1
     assert prompt.dtype == np.int32
     assert prompt.tolist() == [0, 5, 63]
+
+
+def test_what_the_giver_changes_later_is_not_taken_over() -> None:
+    stop, ids, bias = ["a"], [3], {4: 1.0}
+    params = SamplingParams(stop=stop, stop_token_ids=ids, logit_bias=bias)
+    stop.append("")  # an empty stop string would be refused
+    ids.append(-1)
+    bias[-1] = 2.0
+    assert params.stops == ("a",)
+    assert list(params.stop_token_ids or ()) == [3]
+    assert params.logit_bias == {4: 1.0}

@@ -20,6 +20,7 @@ class PageStore:
         self.free = FreePages(num_pages)
         self.tree = PrefixTree(num_pages, page_size)
         self.mirror = TokenMirror(num_pages, page_size)
+        self.changes = 0  # counts what may let somebody in: pages published, pages given back
         self._cached = prefix_cache
 
     @property
@@ -48,10 +49,13 @@ class PageStore:
             return 0
         parent = int(pages[first - 1]) if first else ROOT
         own = pages[first:end]
-        return self.tree.publish(parent, own.tolist(), self.mirror.by_page[own])
+        taken = self.tree.publish(parent, own.tolist(), self.mirror.by_page[own])
+        self.changes += taken > 0
+        return taken
 
     def release(self, pages: np.ndarray, held: int, full: int) -> None:
         """A slot gives up all its pages: `held` are in the tree, `full` hold settled tokens."""
+        self.changes += 1
         if not self._cached:
             self.free.give(pages)
             return
@@ -65,6 +69,7 @@ class PageStore:
 
     def flush(self) -> int:
         """Empties the tree of all that nobody holds; returns how many pages that freed."""
+        self.changes += 1
         pages = self.tree.clear()
         self.free.give(pages)
         return len(pages)

@@ -45,8 +45,8 @@ class Scheduler:
         self._settler = Settler(self.life, limits.page_size)
         self._sent_rows = NOBODY
         self._step = self._arrivals = 0
-        self._refused: Entry | None = None  # the first in the queue, when it could not be admitted
-        self._refused_offer = 0  # and how many pages it was offered then
+        # who stood first in the queue and could not be admitted, and the state of things then
+        self._refused = (-1, -1, -1)
 
     # --- requests come and go -------------------------------------------------------------
 
@@ -64,26 +64,35 @@ class Scheduler:
         """Steps launched and not yet retired."""
         return len(self._launched)
 
-    def add(self, request: Request, wait: bool = True) -> None:
-        """Takes a request in.  PromptTooLong if it can never be held; with `wait=False` also
-        PoolFull if it can't be held now, decided on exact counts."""
-        if request.rid in self._entries:
-            raise InvalidParameter(f"request id {request.rid} is already running", "rid")
-        prompt_len = len(request.prompt)
-        most = output_limit(self.limits, prompt_len, request.params.max_tokens)
-        if not wait and not self._holds_now(prompt_len):
-            raise PoolFull("the engine is full at the moment; try again later", "prompt")
-        self._arrivals += 1
-        entry = Entry(request, self._arrivals, most, self.stops.rule(request.params))
-        self._entries[request.rid] = entry
-        heapq.heappush(self._waiting, (entry.arrival, entry))
+    def add(self, requests: Sequence[Request], wait: bool = True) -> None:
+        """Takes requests in, all or none.
 
-    def _holds_now(self, prompt_len: int) -> bool:
-        size, unplaced = self.limits.page_size, (Stage.WAITING, Stage.PREEMPTED)
+        PromptTooLong if one can never be held; with `wait=False` also PoolFull if they can't all
+        be held now, decided on exact counts.
+        """
+        for request in requests:
+            if request.rid in self._entries:
+                raise InvalidParameter(f"request id {request.rid} is already running", "rid")
+        most = [
+            output_limit(self.limits, len(request.prompt), request.params.max_tokens)
+            for request in requests
+        ]
+        if not wait and not self._holds_now([len(request.prompt) for request in requests]):
+            raise PoolFull("the engine is full at the moment; try again later", "prompt")
+        for request, max_tokens in zip(requests, most, strict=True):
+            self._arrivals += 1
+            rule = self.stops.rule(request.params)
+            entry = Entry(request, self._arrivals, max_tokens, rule)
+            self._entries[request.rid] = entry
+            heapq.heappush(self._waiting, (entry.arrival, entry))
+
+    def _holds_now(self, prompt_lens: list[int]) -> bool:
+        unplaced = (Stage.WAITING, Stage.PREEMPTED)
         lengths = [len(e.tokens) for e in self._entries.values() if e.stage in unplaced]
-        pages = -(-prompt_len // size) + sum(-(-length // size) for length in lengths)
-        ahead = self.life.running + len(lengths)
-        return ahead < self.limits.max_rows and pages + spare_pages(ahead) <= self.store.available
+        pages = sum(-(-length // self.limits.page_size) for length in (*lengths, *prompt_lens))
+        rows = self.life.running + len(lengths) + len(prompt_lens)
+        spare = spare_pages(rows - 1)  # when the last of them is admitted, the others run
+        return rows <= self.limits.max_rows and pages + spare <= self.store.available
 
     def abort(self, rid: int) -> Finish | None:
         """Ends a request now; its terminal message, or None if it has had one."""
@@ -102,6 +111,8 @@ class Scheduler:
         finishes = [self._end(entry, "error", error=error) for entry in [*self._entries.values()]]
         self.life.sweep()
         self._waiting.clear()
+        self._prefilling.clear()
+        self.life.requeue.clear()
         return finishes
 
     def flush_cache(self) -> int:
@@ -190,12 +201,13 @@ class Scheduler:
         if not self._waiting or life.running >= limits.max_rows or not self.table.free_slots:
             return None
         entry = self._waiting[0][1]
-        offer = self.store.available - spare_pages(life.running)
-        if entry is self._refused and offer <= self._refused_offer:
-            return None  # nothing has come free since it was refused
+        state = (entry.arrival, self.store.changes, life.running)
+        if state == self._refused:
+            return None  # nothing has changed that could let it in
         join = life.admit(entry, spare_pages(life.running))
         if join is None:
-            self._refused, self._refused_offer = entry, offer
+            # after the attempt: it held and let go of pages itself
+            self._refused = (entry.arrival, self.store.changes, life.running)
         else:
             heapq.heappop(self._waiting)
             self._prefilling.append(entry)
@@ -228,8 +240,9 @@ class Scheduler:
 
     def retire(self, plan: Plan, result: Result) -> Outputs:
         """Applies what a step brought; only here do tokens become known, and pages free."""
-        launched = self._launched.popleft()
+        launched = self._launched[0]
         assert launched.step == plan.step == result.step, "flights retire in the order of launch"
+        self._launched.popleft()
         heard = Heard(self.table, launched, result) if result.has_logprobs else None
         split = launched.rows.count
         settled = self._settler.rows(launched.rows, result.tokens[:split])

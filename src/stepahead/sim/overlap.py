@@ -43,7 +43,7 @@ def sleeping_engine(loop: str, forward_ms: float, host_ms: float, rows: int = RO
     )
     facts = ModelFacts(vocab_size=128, max_len=1024, eos_ids=(), kv_bytes_per_token=1)
     options = {"forward_ms": forward_ms}
-    parts = ModelParts(facts, ToyTexts(128), "stepahead.model.sleep:SleepModel", options)
+    parts = ModelParts(facts, ToyTexts(128), "stepahead.sim.sleep:SleepModel", options)
     engine = assemble(config, parts).engine
     _slow_down(engine, host_ms)
     return engine
