@@ -74,8 +74,9 @@ def test_a_bad_value_is_refused_by_its_field(name: str, value: Any) -> None:
 
 @pytest.mark.parametrize(("name", "value"), [(n, v) for n, vs in GOOD.items() for v in vs])
 def test_a_good_value_is_kept(name: str, value: Any) -> None:
-    assert getattr(SamplingParams(**{name: value}), name) == value
-    assert getattr(params_from({name: value}), name) == value
+    kept = tuple(value) if isinstance(value, list) else value
+    assert getattr(SamplingParams(**{name: value}), name) == kept
+    assert getattr(params_from({name: value}), name) == kept
 
 
 def test_more_least_tokens_than_most_contradict() -> None:
