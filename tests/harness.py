@@ -333,9 +333,9 @@ def standing(scheduler: Scheduler, rid: int) -> str:
         ghosts = scheduler.life.ghosts
         return "overshoot" if any(scheduler.table.rid[slot] == rid for slot in ghosts) else "ended"
     if not entry.slot:
-        return entry.stage.value
+        return entry.standing.value
     flying = " in flight" if scheduler.table.pins[entry.slot] else ""
-    return entry.stage.value + flying
+    return entry.standing.value + flying
 
 
 def check_frontiers(scheduler: Scheduler) -> None:

@@ -18,7 +18,7 @@ from stepahead.scheduler.table import Table
 from stepahead.types import Finish, FinishReason, Request
 
 
-class Stage(Enum):
+class Standing(Enum):
     """Where a request stands."""
 
     WAITING = "waiting"
@@ -39,7 +39,7 @@ class Entry:
         "request",
         "rule",
         "slot",
-        "stage",
+        "standing",
         "tokens",
     )
 
@@ -52,7 +52,7 @@ class Entry:
         self.prompt_len = len(request.prompt)
         self.cached_tokens = -1  # set once, at the first admission
         self.slot = 0
-        self.stage = Stage.WAITING
+        self.standing = Standing.WAITING
 
 
 @dataclass(slots=True)
@@ -123,7 +123,7 @@ class Lifetime:
         table.budget[slot] = entry.prompt_len + entry.max_tokens - known
         self.store.mirror.write(pages[hits:], tokens[cached:])
         table.watch[slot] = self.stops.add(entry.rule)
-        entry.stage = Stage.PREFILL
+        entry.standing = Standing.PREFILL
         if entry.cached_tokens < 0:
             entry.cached_tokens = cached
         counters = self.counters
@@ -136,7 +136,7 @@ class Lifetime:
 
     def start_decoding(self, entry: Entry) -> None:
         """All its tokens are scheduled; from the next plan on it decodes, if any output is left."""
-        entry.stage = Stage.DECODE
+        entry.standing = Standing.DECODE
         if self.table.budget[entry.slot] > 0:
             self.table.decoding[entry.slot] = True
             self.changed = True
@@ -184,8 +184,8 @@ class Lifetime:
         slot = entry.slot
         if slot:
             self.table.deaf[slot] = True
-            self._mark(entry, Stage.ENDED)
-        entry.stage = Stage.ENDED
+            self._mark(entry, Standing.ENDED)
+        entry.standing = Standing.ENDED
         self.counters.finished += 1
         return Finish(
             entry.request.rid, reason, tokens, told, behind, max(0, entry.cached_tokens), error
@@ -194,16 +194,16 @@ class Lifetime:
     def preempt(self, entry: Entry) -> None:
         """Marks the entry to be computed again; what is in flight for it still counts."""
         self.counters.preemptions += 1
-        self._mark(entry, Stage.PREEMPTED)
+        self._mark(entry, Standing.PREEMPTED)
 
-    def _mark(self, entry: Entry, stage: Stage) -> None:
+    def _mark(self, entry: Entry, standing: Standing) -> None:
         slot = entry.slot
         if self.table.decoding[slot]:
             self.table.decoding[slot] = False
             self.changed = True
-        if entry.stage in (Stage.PREFILL, Stage.DECODE):
+        if entry.standing in (Standing.PREFILL, Standing.DECODE):
             self.running -= 1
-        entry.stage = stage
+        entry.standing = standing
         self.ghosts.add(slot)
         self.release(slot)
 
@@ -219,7 +219,7 @@ class Lifetime:
         self.ghosts.discard(slot)
         table, entry = self.table, self.entries[slot]
         assert entry is not None
-        if entry.stage is Stage.PREEMPTED:
+        if entry.standing is Standing.PREEMPTED:
             entry.tokens = self.known_tokens(entry)
         # the last token's KV was never written, so it is not among the settled ones
         written = min(table.settled(slot), int(table.length[slot]) - 1)
@@ -230,6 +230,6 @@ class Lifetime:
         entry.slot = 0
         table.give_slot(slot)
         self.leaves.append(slot)
-        if entry.stage is Stage.PREEMPTED:
-            entry.stage = Stage.WAITING
+        if entry.standing is Standing.PREEMPTED:
+            entry.standing = Standing.WAITING
             self.requeue.append(entry)

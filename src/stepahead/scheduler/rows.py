@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from stepahead.scheduler.lifetime import Entry, Lifetime, Stage
+from stepahead.scheduler.lifetime import Entry, Lifetime, Standing
 from stepahead.scheduler.policy import victims
 from stepahead.scheduler.table import RowSet, row_set
 
@@ -25,7 +25,9 @@ class Room:
 
     def __init__(self, life: Lifetime) -> None:
         table = life.table
-        running = [e for e in life.entries if e and e.stage in (Stage.PREFILL, Stage.DECODE)]
+        running = [
+            e for e in life.entries if e and e.standing in (Standing.PREFILL, Standing.DECODE)
+        ]
         finishing = [e.slot for e in running if table.budget[e.slot] == 0]
         self._life = life
         # what marked and finishing slots hold comes back when their flights retire; some of it may

@@ -18,10 +18,10 @@ from stepahead.errors import InvalidParameter, PoolFull
 from stepahead.plan import NO_INTS, Join, Plan, Result
 from stepahead.scheduler.check import check, check_at_rest
 from stepahead.scheduler.heard import Heard, Launched
-from stepahead.scheduler.lifetime import Entry, Lifetime, Stage
+from stepahead.scheduler.lifetime import Entry, Lifetime, Standing
 from stepahead.scheduler.policy import Limits, output_limit, spare_pages
 from stepahead.scheduler.rows import NOBODY, DecodeRows
-from stepahead.scheduler.settle import Settled, Settler
+from stepahead.scheduler.settle import HeardTokens, Settler
 from stepahead.scheduler.stop import StopTable
 from stepahead.scheduler.table import RowSet, Table
 from stepahead.types import Finish, FinishReason, Load, Outputs, Request
@@ -87,8 +87,8 @@ class Scheduler:
             heapq.heappush(self._waiting, (entry.arrival, entry))
 
     def _holds_now(self, prompt_lens: list[int]) -> bool:
-        unplaced = (Stage.WAITING, Stage.PREEMPTED)
-        lengths = [len(e.tokens) for e in self._entries.values() if e.stage in unplaced]
+        unplaced = (Standing.WAITING, Standing.PREEMPTED)
+        lengths = [len(e.tokens) for e in self._entries.values() if e.standing in unplaced]
         pages = sum(-(-length // self.limits.page_size) for length in (*lengths, *prompt_lens))
         rows = self.life.running + len(lengths) + len(prompt_lens)
         spare = spare_pages(rows - 1)  # when the last of them is admitted, the others run
@@ -178,7 +178,7 @@ class Scheduler:
         chunks: list[tuple[int, int, int, int]] = []
         joins: list[Join] = []
         # some may have ended, been preempted or come to their last chunk since
-        self._prefilling = [e for e in self._prefilling if e.stage is Stage.PREFILL]
+        self._prefilling = [e for e in self._prefilling if e.standing is Standing.PREFILL]
         for entry in self._prefilling:
             if budget <= 0:
                 break
@@ -196,7 +196,7 @@ class Scheduler:
 
     def _admit(self) -> Join | None:
         limits, life = self.limits, self.life
-        while self._waiting and self._waiting[0][1].stage is Stage.ENDED:
+        while self._waiting and self._waiting[0][1].standing is Standing.ENDED:
             heapq.heappop(self._waiting)  # aborted while it waited
         if not self._waiting or life.running >= limits.max_rows or not self.table.free_slots:
             return None
@@ -245,14 +245,14 @@ class Scheduler:
         self._launched.popleft()
         heard = Heard(self.table, launched, result) if result.has_logprobs else None
         split = launched.rows.count
-        settled = self._settler.rows(launched.rows, result.tokens[:split])
+        news = self._settler.rows(launched.rows, result.tokens[:split])
         if len(launched.chunks):
             more = self._settler.chunks(launched.chunks, result.tokens[split:])
-            settled = settled.joined(more)
-        finishes = self._stopped(settled)
+            news = news.joined(more)
+        finishes = self._stopped(news)
         for slot in launched.ending:
             entry = self.life.entries[slot]
-            if entry is not None and entry.stage is not Stage.ENDED:
+            if entry is not None and entry.standing is not Standing.ENDED:
                 finishes.append(self._end(entry, "length"))
         if self.life.ghosts:
             self.life.sweep()
@@ -260,16 +260,16 @@ class Scheduler:
         if self.limits.debug:
             check(self.life, self._launched)
         rows, prompts = heard.logprobs(result) if heard else (None, ())
-        _, rids, tokens, first = settled
+        _, rids, tokens, first = news
         return Outputs(plan.step, rids, tokens, first, tuple(finishes), rows, prompts)
 
-    def _stopped(self, settled: Settled) -> list[Finish]:
+    def _stopped(self, news: HeardTokens) -> list[Finish]:
         """Ends the requests whose new token completes a stop id or string."""
         finishes = []
         life, table = self.life, self.table
-        watch = table.watch[settled.slots]
-        for index in self.stops.candidates(settled.tokens, watch).tolist():
-            entry = life.entries[int(settled.slots[index])]
+        watch = table.watch[news.slots]
+        for index in self.stops.candidates(news.tokens, watch).tolist():
+            entry = life.entries[int(news.slots[index])]
             assert entry is not None, "a token was heard for a slot that nobody has"
             count = int(table.length[entry.slot]) - entry.prompt_len
             match = self.stops.matched(entry.rule, count, partial(life.last_outputs, entry))

@@ -14,7 +14,7 @@ from stepahead.scheduler.lifetime import Lifetime
 from stepahead.scheduler.table import RowSet
 
 
-class Settled(NamedTuple):
+class HeardTokens(NamedTuple):
     """Who was heard: slots int64[n], request ids int64[n], tokens int32[n], and the ids of those
     whose first token it is."""
 
@@ -23,9 +23,9 @@ class Settled(NamedTuple):
     tokens: np.ndarray
     first: tuple[int, ...] = ()
 
-    def joined(self, more: Settled) -> Settled:
+    def joined(self, more: HeardTokens) -> HeardTokens:
         """These, then `more`."""
-        return Settled(
+        return HeardTokens(
             np.append(self.slots, more.slots),
             np.append(self.rids, more.rids),
             np.append(self.tokens, more.tokens),
@@ -42,7 +42,7 @@ class Settler:
         self.store = life.store
         self._page_size = page_size
 
-    def rows(self, rows: RowSet, tokens: np.ndarray) -> Settled:
+    def rows(self, rows: RowSet, tokens: np.ndarray) -> HeardTokens:
         """Decode rows and their int32[n] tokens."""
         table, span = self.table, rows.span
         table.frontier[1:4, span] -= rows.ones
@@ -54,7 +54,7 @@ class Settler:
             tokens, rids, slots = tokens[live], rids[live], slots[live]
             at, span, ones = slots, slots, 1
         self._append(at, span, ones, slots, tokens)
-        return Settled(slots, rids, tokens)
+        return HeardTokens(slots, rids, tokens)
 
     def _append(
         self,
@@ -76,7 +76,7 @@ class Settler:
         table.cell[span] += ones
         table.length[span] += ones
 
-    def chunks(self, chunks: np.ndarray, tokens: np.ndarray) -> Settled:
+    def chunks(self, chunks: np.ndarray, tokens: np.ndarray) -> HeardTokens:
         """Prompt chunks int32[c, 4] as in the plan, and int32[s] tokens of those that sample."""
         table = self.table
         slots, counts, samples = chunks[:, 0], chunks[:, 2], chunks[:, 3]
@@ -93,7 +93,7 @@ class Settler:
         owners = [self.life.entries[slot] for slot in slots.tolist()]
         # a request that was preempted with outputs comes back with them among its tokens
         first = tuple(e.request.rid for e in owners if e and len(e.tokens) == e.prompt_len)
-        return Settled(slots, table.rid[slots], tokens, first)
+        return HeardTokens(slots, table.rid[slots], tokens, first)
 
     def _first_token(self, slots: np.ndarray, tokens: np.ndarray) -> None:
         table, size = self.table, self._page_size
@@ -105,7 +105,7 @@ class Settler:
         table.length[slots] += 1
 
     def _publish(self, slots: np.ndarray) -> None:
-        """Settled prompt pages go to the tree, so that others find them while these run."""
+        """HeardTokens prompt pages go to the tree, so that others find them while these run."""
         table = self.table
         held = table.held[slots].tolist()
         settled = table.planned[slots] - table.in_flight[slots]
