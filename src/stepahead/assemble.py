@@ -131,8 +131,9 @@ def weight_values(spec: ModelSpec) -> int:
 
 def _eos_ids(spec: ModelSpec, texts: Texts) -> tuple[int, ...]:
     ids = dict.fromkeys((*spec.eos_token_ids, *texts.eos_ids))
-    # the tokenizer may know more tokens than the model
-    return tuple(token for token in ids if token < spec.vocab_size)
+    # The tokenizer may know more tokens than the model; and an id that no token has ends nothing,
+    # as in transformers, but as an index of logits it would mean another token or none.
+    return tuple(token for token in ids if 0 <= token < spec.vocab_size)
 
 
 def _executor(kind: str, spec: RunnerSpec) -> Executor:

@@ -21,7 +21,14 @@ from stepahead.errors import EngineError, InvalidParameter, RequestError
 from stepahead.llm.collect import Collector, News
 from stepahead.llm.interrupt import Interruption
 from stepahead.llm.progress import Bar
-from stepahead.llm.prompts import Prompt, prompt_list, read_chat, read_prompt, read_template
+from stepahead.llm.prompts import (
+    Prompt,
+    prompt_list,
+    read_chat,
+    read_prompt,
+    read_template,
+    template_variables,
+)
 from stepahead.text.texts import Texts
 from stepahead.types import Outputs, RequestOutput, SamplingParams
 
@@ -116,7 +123,7 @@ class LLM:
         """
         one = isinstance(messages, Sequence) and messages and isinstance(messages[0], Mapping)
         found = [messages] if one else prompt_list(messages)
-        variables = {"tools": tools, **(chat_template_kwargs or {})}
+        variables = {"tools": tools, **template_variables(chat_template_kwargs)}
 
         def read(conversation: Any) -> Prompt:
             return read_chat(
@@ -209,6 +216,11 @@ def _params_for(count: int, given: Params) -> list[SamplingParams]:
         given = SamplingParams()
     if isinstance(given, SamplingParams):
         return [given] * count
+    if not isinstance(given, Sequence):
+        raise InvalidParameter(
+            f"sampling_params must be SamplingParams or a list of them, not {type(given).__name__}",
+            "sampling_params",
+        )
     params = list(given)
     if len(params) != count:
         raise InvalidParameter(

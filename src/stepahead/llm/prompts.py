@@ -13,6 +13,8 @@ from stepahead.errors import ConfigError, InvalidParameter
 from stepahead.text.texts import Texts
 
 _KEYS = ("prompt", "prompt_token_ids")
+# variables of a template that have a place of their own
+_NOT_EXTRA = ("messages", "add_generation_prompt", "special_tokens")
 
 
 @dataclass(frozen=True)
@@ -49,11 +51,19 @@ def read_prompt(prompt: Any, texts: Texts) -> Prompt:
             raise InvalidParameter("the prompt is empty; give some text, or token ids", "prompt")
         return Prompt(texts.encode(prompt), prompt)
     if isinstance(prompt, np.ndarray):
+        if prompt.ndim > 1:
+            raise InvalidParameter(
+                f"a prompt is one row of token ids, not an array of shape {prompt.shape}; "
+                "give a list of rows",
+                "prompt",
+            )
         prompt = prompt.tolist()
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
         raise InvalidParameter(
             f"a prompt must be text or token ids, not {type(prompt).__name__}", "prompt"
         )
+    if not {bool, np.bool_}.isdisjoint(map(type, prompt)):  # numpy would read 0 and 1
+        raise InvalidParameter("prompt holds true or false, not whole token ids", "prompt")
     return Prompt(list(prompt))
 
 
@@ -68,13 +78,33 @@ def _read_mapping(prompt: Mapping[str, Any], texts: Texts) -> Prompt:
         ids = prompt["prompt_token_ids"]
         if isinstance(ids, (str, Mapping)):
             raise InvalidParameter("prompt_token_ids must be token ids", "prompt_token_ids")
+        if not isinstance(prompt.get("prompt"), str | None):
+            raise InvalidParameter("a prompt's 'prompt' must be text", "prompt")
         return Prompt(read_prompt(ids, texts).ids, prompt.get("prompt"))
     if not isinstance(prompt.get("prompt"), str):
         raise InvalidParameter("a prompt's 'prompt' must be text", "prompt")
     return read_prompt(prompt["prompt"], texts)
 
 
-def read_chat(messages: Any, texts: Texts, **template_kwargs: Any) -> Prompt:
+def template_variables(given: Any) -> dict[str, Any]:
+    """`chat_template_kwargs` as a dict; InvalidParameter if they are none, or not for them to say."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise InvalidParameter(
+            "chat_template_kwargs must map names of variables to values", "chat_template_kwargs"
+        )
+    for name in _NOT_EXTRA:
+        if name in given:
+            raise InvalidParameter(
+                f"chat_template_kwargs may not set {name!r}: it is given in another way; leave it "
+                "out",
+                "chat_template_kwargs",
+            )
+    return dict(given)
+
+
+def read_chat(messages: Any, texts: Texts, /, **template_kwargs: Any) -> Prompt:
     """The prompt that the chat template makes of `messages`; InvalidParameter."""
     ids = texts.encode_chat(messages, **template_kwargs)
     return Prompt(ids, texts.decode(ids, skip_special_tokens=False))

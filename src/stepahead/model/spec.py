@@ -6,6 +6,7 @@ What can't be computed exactly is refused by name, or changed with a note in `Mo
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
@@ -114,11 +115,11 @@ def read_spec(path: str | Path) -> ModelSpec:
     name the file.
     """
     path = Path(path)
-    if path.is_dir():
+    if os.path.isdir(path):  # not Path's own, which raises for a name that is too long
         return _read_folder(path)
     if path.suffix == ".gguf":
         return _read_gguf(path)
-    if not path.exists():
+    if not os.path.exists(path):
         raise WeightError(f"{path}: no such file or folder; give a model's folder or a .gguf file")
     raise UnsupportedModel(f"{path}: neither a folder nor a .gguf file; give one of these")
 
@@ -225,7 +226,7 @@ def _decode(file: Path, kind: type[_Struct]) -> _Struct:
         raise WeightError(f"{file}: can't be read: {error.strerror or error}") from error
     except msgspec.ValidationError as error:
         raise UnsupportedModel(f"{file}: {error}; the model needs a complete config") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise WeightError(f"{file}: not JSON: {error}; download it again") from error
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Literal, Protocol
@@ -235,18 +236,18 @@ def _homes(folder: Path) -> dict[str, Path]:
     try:
         weight_map: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
         homes = {name: folder / file for name, file in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise WeightError(
             f"{index}: no index of tensors ({error!r}); expected a JSON object with 'weight_map'"
         ) from error
     for name, file in homes.items():
-        if not file.exists():
+        if not os.path.isfile(file):  # not Path's own, which raises for a name that is too long
             raise WeightError(f"{file}: missing; expected with tensor '{name}'; download it")
     return homes
 
 
 def _open_safetensors(file: Path) -> safe_open:
-    if not file.exists():
+    if not file.is_file():
         raise WeightError(
             f"{file}: missing; expected with all tensors; download it, or convert the folder's "
             "weights to safetensors"
@@ -259,25 +260,22 @@ def _open_safetensors(file: Path) -> safe_open:
 
 def _what_is_cut(file: Path) -> str | None:
     """Which tensor lies beyond the end of a safetensors file, None if that isn't what is wrong."""
-    data = file.open("rb")
-    with data:
-        head = data.read(8)
-        header_bytes = int.from_bytes(head, "little")
-        header = data.read(header_bytes) if header_bytes < 1 << 30 else b""
-    size = file.stat().st_size
-    if len(head) < 8 or len(header) < header_bytes:
-        return f"cut off inside its header: {size} bytes, expected {8 + header_bytes} and more"
     try:
+        size = file.stat().st_size
+        with file.open("rb") as data:
+            head = data.read(8)
+            start = 8 + int.from_bytes(head, "little")
+            header = data.read(start - 8) if start < 1 << 30 else b""
+        if len(head) < 8 or 8 + len(header) < start:
+            return f"cut off inside its header: {size} bytes, expected {start} and more"
         tensors = {k: v["data_offsets"][1] for k, v in json.loads(header).items() if k[0] != "_"}
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        beyond = [(start + end, name) for name, end in tensors.items() if start + end > size]
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
         return None
-    for name, end in sorted(tensors.items(), key=lambda item: item[1]):
-        if 8 + header_bytes + end > size:
-            return (
-                f"cut off: tensor '{name}' is expected to end at byte {8 + header_bytes + end}, "
-                f"the file has {size}"
-            )
-    return None
+    if not beyond:
+        return None
+    end, name = min(beyond)
+    return f"cut off: tensor '{name}' is expected to end at byte {end}, the file has {size}"
 
 
 # --- GGUF -------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """What the whole engine adds around a model that costs next to nothing.
 
 Regime: a Llama of one layer, hidden size 64, two heads, one KV head, vocabulary 1,024, random
-weights, float32, eager, one thread; token ids in and out; the process executor; batch 1, 32 and 256
+weights, float32, eager, a thread for each core; token ids in and out; the process executor; batch 1, 32 and 256
 decoding greedily from prompts of 16 to 31 tokens.  The figure is the mean wall time of 100 steady
 decode steps, forward included; the median of runs, loops alternating.
 """
@@ -51,7 +51,6 @@ def run(loop: str, rows: int, steps: int, executor: str = "process") -> float:
         max_rows=rows,
         max_step_tokens=1 << 14,
         num_pages=rows * 64,
-        threads=1,
     )
     facts = ModelFacts(VOCAB, 2048, (), 1024)
     parts = ModelParts(facts, ToyTexts(VOCAB), "stepahead.sim.overhead:near_free_model")

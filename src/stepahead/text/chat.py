@@ -24,6 +24,7 @@ _NO_TEMPLATE: Final = (
 def render_chat(
     template: str | None,
     messages: Sequence[Mapping[str, Any]],
+    /,
     *,
     add_generation_prompt: bool = True,
     special_tokens: Mapping[str, str] | None = None,

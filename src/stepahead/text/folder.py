@@ -38,7 +38,7 @@ def load_folder(folder: Path) -> Parts:
     config = _with_map(_read(folder / "tokenizer_config.json"), folder)
     texts = {f"{name}_token": _content(config.get(f"{name}_token")) for name in _NAMES}
     special_tokens = {name: text for name, text in texts.items() if text is not None}
-    _mark_special(backend, [*special_tokens.values(), *_extra_tokens(config)])
+    _mark_special(backend, [*special_tokens.values(), *_extra_tokens(config, folder)])
     return Parts(
         backend=backend,
         special_tokens=special_tokens,
@@ -68,7 +68,7 @@ def _read(file: Path) -> dict[str, Any]:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{file} can't be read: {error}; fetch it again") from error
     if not isinstance(value, dict):
         raise ModelError(f"{file} holds no object but {type(value).__name__}; fetch it again")
@@ -87,13 +87,16 @@ def _content(token: object) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _extra_tokens(config: Mapping[str, Any]) -> list[str]:
-    lists = (config.get(key) for key in _EXTRA)
-    entries = [
-        entry
-        for entries in lists
-        for entry in (entries.values() if isinstance(entries, dict) else entries or ())
-    ]
+def _extra_tokens(config: Mapping[str, Any], folder: Path) -> list[str]:
+    entries: list[object] = []
+    for key in _EXTRA:
+        value = config.get(key) or []
+        if not isinstance(value, list | dict):
+            raise ModelError(
+                f"{folder / 'tokenizer_config.json'}: {key} is {value!r}, not a list of tokens; "
+                "fetch it again"
+            )
+        entries += value.values() if isinstance(value, dict) else value
     return [text for text in map(_content, entries) if text is not None]
 
 
@@ -136,7 +139,13 @@ def _chat_template(config: Mapping[str, Any], folder: Path) -> str | None:
         raise ModelError(f"{file} can't be read: {error}; fetch it again") from error
     template = config.get("chat_template")
     if isinstance(template, list):  # several, by name
-        template = {entry["name"]: entry["template"] for entry in template}
+        try:
+            template = {entry["name"]: entry["template"] for entry in template}
+        except (KeyError, TypeError) as error:
+            raise ModelError(
+                f"{folder / 'tokenizer_config.json'}: chat_template is a list, but not of objects "
+                "with name and template; fetch it again"
+            ) from error
     if isinstance(template, dict):
         template = template.get("default")
     return template if isinstance(template, str) else None

@@ -47,6 +47,7 @@ class Texts(Protocol):
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         add_generation_prompt: bool = True,
         **template_kwargs: object,
     ) -> list[int]:
@@ -92,6 +93,7 @@ class ToyTexts:
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         add_generation_prompt: bool = True,
         **template_kwargs: object,
     ) -> list[int]:

@@ -6,6 +6,7 @@ Knows no weights and no requests.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,10 +41,10 @@ class Tokenizer:
         for a tokenizer that is not known, ModelError if a file is missing or damaged; the message
         names the file.
         """
+        if os.path.isdir(path):  # not Path's own, which raises for a name that is too long
+            return cls(load_folder(Path(path)), Path(path).resolve().name, chat_template)
         path = Path(path)
-        if path.is_dir():
-            return cls(load_folder(path), path.resolve().name, chat_template)
-        if not path.exists():
+        if not os.path.exists(path):
             raise ModelError(f"{path} does not exist: name a folder or a .gguf file that does")
         return cls(load_gguf(path), path.stem, chat_template)
 
@@ -74,6 +75,7 @@ class Tokenizer:
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         add_generation_prompt: bool = True,
         **template_kwargs: object,
     ) -> list[int]:
