@@ -13,6 +13,7 @@ TOY = "tests/cpu/test_parity_toy.py::test_every_client_hears_the_same[0]"
 CLOSED = "tests/cpu/test_closed_form.py::test_serial_gives_the_closed_form"
 TREE = "tests/pure/test_prefix.py::test_the_tree_is_its_model"
 HOSTILE = "tests/cpu/test_hostile.py::"
+RUNS = "tests/cpu/test_runner.py::"
 SAMPLER = "tests/cpu/test_sampler.py::"
 SCHEDULER = "tests/pure/test_scheduler.py::"
 WASTE = "tests/cpu/test_parity_waste.py::"
@@ -105,6 +106,38 @@ RUNNER = [
         TOY,
     ),
     Mutation(
+        "a new owner keeps the old one's page table",
+        "a row that reads somebody else's page past its own",
+        "runner/slots.py",
+        "            self.pages_dev[joined_dev] = 0\n",
+        "            pass\n",
+        RUNS + "test_past_a_rows_pages_stands_the_padding_page",
+    ),
+    Mutation(
+        "rows uploaded steps ago are read untold",
+        "an upload that overwrites them unseen",
+        "runner/runner.py",
+        "            self._reads += self._rows_reads\n",
+        "",
+        RUNS + "test_a_step_says_all_that_it_reads",
+    ),
+    Mutation(
+        "wishes uploaded steps ago are read untold",
+        "an upload that overwrites them unseen",
+        "runner/runner.py",
+        "            self._reads += self._group_reads\n",
+        "",
+        RUNS + "test_a_step_says_all_that_it_reads",
+    ),
+    Mutation(
+        "a join is believed whatever its generation",
+        "a stale join that takes a slot over",
+        "runner/runner.py",
+        "                self._check_join(join)\n",
+        "                pass\n",
+        RUNS + "test_a_join_that_cannot_be_is_caught",
+    ),
+    Mutation(
         "a grant is not applied",
         "tokens written into the padding page",
         "runner/slots.py",
@@ -167,7 +200,7 @@ SAMPLING = [
         "penalties count what the host has seen",
         "a penalty that comes D steps late",
         "runner/sampler.py",
-        "        counts.count(count_row, tokens[row])\n",
+        "        counts.count(group.penalised.counts_dev, tokens[group.penalised.rows_dev])\n",
         "        pass\n",
         SAMPLER + "test_counts_follow_the_samples_without_the_host",
     ),
@@ -180,11 +213,19 @@ SAMPLING = [
         SAMPLER + "test_counts_of_a_new_owner_start_anew_and_growing_keeps_the_others",
     ),
     Mutation(
+        "a slot's bias outlives its owner",
+        "one request's bias applied to another",
+        "runner/wishes.py",
+        "        self._bias.pop(slot, None)\n",
+        "",
+        SAMPLER + "test_a_new_owner_inherits_no_wish",
+    ),
+    Mutation(
         "the ban below min_tokens is dropped",
         "an answer shorter than was asked",
-        "runner/sampler.py",
-        "        if row.params.min_tokens\n",
-        "        if False\n",
+        "runner/wishes.py",
+        "        if params.min_tokens and stops:\n",
+        "        if False:\n",
         SAMPLER + "test_min_tokens_end_the_ban_at_their_position",
     ),
     Mutation(
@@ -226,7 +267,7 @@ LIFETIME = [
         "two ends",
         "two terminal messages",
         "scheduler/scheduler.py",
-        "            if entry is not None and entry.stage is not Stage.ENDED:\n",
+        "            if entry is not None and entry.standing is not Standing.ENDED:\n",
         "            if entry is not None:\n",
         PAPER,
     ),
@@ -277,8 +318,8 @@ PLANNING = [
         "stop rules are not looked at",
         "an answer that goes on after its end",
         "scheduler/scheduler.py",
-        "self.stops.candidates(settled.tokens, watch).tolist()",
-        "self.stops.candidates(settled.tokens[:0], watch[:0]).tolist()",
+        "self.stops.candidates(news.tokens, watch).tolist()",
+        "self.stops.candidates(news.tokens[:0], watch[:0]).tolist()",
         CLOSED,
     ),
     Mutation(

@@ -17,6 +17,7 @@ from stepahead.errors import InvalidParameter
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_LOGPROBS = 20
+MAX_STOP_LEN = 1024
 
 
 class SamplingParams(
@@ -91,7 +92,7 @@ _RANGES: dict[str, tuple[float, float, bool]] = {
     "min_p": (0.0, 1.0, True),
     "presence_penalty": (-2.0, 2.0, True),
     "frequency_penalty": (-2.0, 2.0, True),
-    "repetition_penalty": (0.0, 100.0, False),
+    "repetition_penalty": (1e-3, 100.0, True),
     "seed": (-(1 << 63), (1 << 63) - 1, True),
     "max_tokens": (1, 1 << 31, True),
     "min_tokens": (0, 1 << 31, True),
@@ -146,6 +147,13 @@ def _check_stops(params: SamplingParams) -> None:
     for text in params.stops:
         if not isinstance(text, str) or not text:
             raise InvalidParameter("stop must hold non-empty strings", "stop")
+        if len(text) > MAX_STOP_LEN:
+            raise InvalidParameter(
+                f"a stop string has {len(text)} characters; at most {MAX_STOP_LEN} are taken",
+                "stop",
+            )
+        if any("\ud800" <= letter <= "\udfff" for letter in text):
+            raise InvalidParameter(f"stop holds {text!r}, which is half a character", "stop")
     ids = params.stop_token_ids
     if ids is not None and not isinstance(ids, (list, tuple)):
         raise InvalidParameter("stop_token_ids must be a list of token ids", "stop_token_ids")
@@ -183,7 +191,8 @@ def params_from(fields: dict[str, Any]) -> SamplingParams:
 
 def _token_key(key: Any) -> Any:
     # JSON objects have string keys
-    return int(key) if isinstance(key, str) and key.isdecimal() else key
+    is_id = isinstance(key, str) and key.isdecimal() and len(key) < 12
+    return int(key) if is_id else key
 
 
 class Request(msgspec.Struct, frozen=True, eq=False):
@@ -313,7 +322,11 @@ def as_prompt(ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
         prompt = np.asarray(ids)
     except (ValueError, OverflowError) as error:
         raise InvalidParameter(f"prompt is not a list of token ids: {error}", "prompt") from error
-    if prompt.ndim != 1 or not prompt.size:
+    if prompt.ndim != 1:
+        raise InvalidParameter(
+            f"prompt is an array of {prompt.ndim} dimensions; give one list of token ids", "prompt"
+        )
+    if not prompt.size:
         raise InvalidParameter("the prompt is empty; give at least one token", "prompt")
     if prompt.dtype.kind not in "iu":
         raise InvalidParameter(f"prompt holds {prompt.dtype}, not whole token ids", "prompt")

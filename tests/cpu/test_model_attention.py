@@ -141,3 +141,14 @@ def test_the_pool_begins_with_zeros_and_keeps_what_is_written() -> None:
     assert torch.equal(pool.v[1][4, 0], v[1])
     assert not pool.k[0].any()
     assert int(pool.v[1].any(-1).any(-1).sum()) == 2
+
+
+def test_a_page_stays_finite_whatever_is_written() -> None:
+    # one request with NaN states once spoiled whoever got its pages after it
+    pool = KVPool(1, 2, 4, 1, 2, torch.float32)
+    bad = torch.tensor([[[float("nan"), float("inf")]], [[-float("inf"), 1.0]]])
+    pool.write(0, torch.tensor([4, 5]), bad.clone(), bad.clone())
+    for pages in (pool.k[0], pool.v[0]):
+        assert torch.isfinite(pages).all()
+        assert pages[1, 0, 0, 0] == 0.0
+        assert pages[1, 1, 0, 1] == 1.0

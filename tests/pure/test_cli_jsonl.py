@@ -57,6 +57,17 @@ def test_an_id_that_another_line_has_by_its_number_is_refused(tmp_path: Path) ->
     assert "the id 2" in str(lines[1].error)
 
 
+def test_a_broken_lines_number_is_nobodys_id(tmp_path: Path) -> None:
+    """It once was, and a sound line that had it for an id was called a duplicate."""
+    file = write(
+        tmp_path / "in",
+        b'{broken\n{"id": "a", "prompt": ""}\n{"id": "a", "prompt": ""}\n'
+        b'{"id": 1, "prompt": ""}\n{"id": 3, "prompt": ""}\n{"id": 1, "prompt": ""}\n',
+    )
+    good = [(line.number, line.id) for line in read_lines(file) if line.error is None]
+    assert good == [(2, "a"), (4, 1), (5, 3)]
+
+
 def test_answers_are_there_as_soon_as_they_are_written(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     with AnswerFile(path) as answers:

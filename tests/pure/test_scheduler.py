@@ -166,7 +166,6 @@ def test_rows_beyond_the_most_wait_their_turn() -> None:
         (64, 1, "prompt"),  # of a model of 64 positions
         (25, 1, "prompt"),  # of a pool of 24
         (24, 2, "max_tokens"),
-        (8, None, "max_tokens"),
     ],
 )
 def test_what_can_never_be_held_is_refused_by_name(
@@ -185,6 +184,14 @@ def test_what_can_just_be_held_is_taken(prompt: int, max_tokens: int) -> None:
     desk.add(0, [2] * prompt, max_tokens=max_tokens)
     desk.run()
     assert len(desk.ends[0].tokens) == max_tokens
+
+
+def test_as_many_as_there_is_room_for_is_what_the_pool_holds() -> None:
+    # a pool smaller than the model once refused every request that named no max_tokens
+    desk = Desk(num_pages=7)
+    desk.add(0, [2] * 8, max_tokens=None, ignore_eos=True)
+    desk.run()
+    assert len(desk.ends[0].tokens) == 24 - 8 + 1  # the last one's KV is never written
 
 
 def test_a_request_id_is_taken_once() -> None:

@@ -64,10 +64,16 @@ def test_every_kind_of_value_is_read(tmp_path: Path) -> None:
     assert read_metadata(path) == expected
 
 
-def test_metadata_equals_the_gguf_packages() -> None:
-    path = makers.smollm2()
-    ours = read_metadata(path)
-    fields = gguf.GGUFReader(path).fields
+@pytest.fixture(scope="module")
+def reader() -> tuple[gguf.GGUFReader, float]:
+    """The gguf package's, of the real file, and the seconds it took this thread's CPU."""
+    path, began_s = makers.smollm2(), time.thread_time()
+    return gguf.GGUFReader(path), time.thread_time() - began_s
+
+
+def test_metadata_equals_the_gguf_packages(reader: tuple[gguf.GGUFReader, float]) -> None:
+    ours = read_metadata(makers.smollm2())
+    fields = reader[0].fields
     theirs = {key: f.contents() for key, f in fields.items() if not key.startswith("GGUF.")}
     assert len(theirs) == 33
     assert ours == theirs
@@ -381,14 +387,15 @@ def test_scores_that_are_no_order_are_refused(tmp_path: Path) -> None:
 # --- the real one
 
 
-def test_the_real_tokenizer_loads_fast() -> None:
+def test_the_real_tokenizer_loads_fast(reader: tuple[gguf.GGUFReader, float]) -> None:
     path = makers.smollm2()
     times_s = []
     for _ in range(3):
         start = time.thread_time()
         loaded = Tokenizer.load(path)
         times_s.append(time.thread_time() - start)
-    assert min(times_s) < 0.5  # the gguf package's reader alone takes 1.6 s
+    # measured: a 17th of what the gguf package's reader alone takes
+    assert min(times_s) < reader[1] / 3
     assert loaded.vocab_size == 49152
     assert loaded.eos_ids == (2,)
 

@@ -122,7 +122,7 @@ def test_what_is_asked_is_seen() -> None:
     ("prompt", "words"),
     [
         ([], "empty"),
-        ([[1, 2]], "empty"),
+        ([[1, 2]], "2 dimensions"),
         ([1, 64], "64"),
         ([-1], "-1"),
         ([1 << 40], str(1 << 40)),

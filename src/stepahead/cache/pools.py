@@ -1,7 +1,8 @@
 """The memory that holds keys and values, in pages. Knows neither requests nor who owns a page.
 
-Every cell is finite from the start and must stay so: attention reads cells past a row's end with
-weight zero, and zero times NaN is NaN.
+Every cell is finite from the start and stays so: attention reads cells past a row's end with weight
+zero, and zero times NaN is NaN.  Without that, a request whose own states overflow would spoil all
+who get its pages after it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ class KVPool:
     def write(self, layer: int, cells: Tensor, k: Tensor, v: Tensor) -> None:
         """Store k and v, [T, num_kv_heads, head_dim], in `cells`, int64[T] = page * size + offset.
 
-        Where a cell is named twice (padding), either value may stay.
+        NaN becomes zero and infinity the largest number, in k and v too.  Where a cell is named
+        twice (padding), either value may stay.
         """
+        k.nan_to_num_()
+        v.nan_to_num_()
         self._k_cells[layer].index_copy_(0, cells, k)
         self._v_cells[layer].index_copy_(0, cells, v)

@@ -47,9 +47,10 @@ def read_lines(path: Path) -> Iterator[Line]:
             if not text.strip():
                 continue
             line = _read_line(number, text)
-            if line.error is None and line.id in seen:
+            if line.id in seen and line.error is None:
                 line = _broken(number, f"the id {line.id!r} is that of a line before", "id")
-            seen.add(line.id)
+            if line.error is None:  # a broken line's number is nobody's id
+                seen.add(line.id)
             yield line
 
 

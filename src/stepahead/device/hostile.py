@@ -4,11 +4,14 @@ Operations queue up and run in any order that the streams and the declared edges
 a seed.  Memory that a copy will fill holds poison until the copy runs.  Each declared read and
 write is checked with vector clocks: two accesses that no edge orders are a race, reported by name
 whether or not this run's order happened to show it.
+
+For one thread: it plays the device in whichever calls it, and two would each see half a clock.
 """
 
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -19,6 +22,7 @@ import torch
 from torch import Tensor
 
 from stepahead.device.base import Event, Stream
+from stepahead.errors import EngineError
 
 POISON = -7_777_777
 _Clock = dict[str, int]
@@ -80,14 +84,20 @@ class _Memory:
 
 
 class HostileDevice:
-    """Random legal orders by `seed`; counts operations and host waits."""
+    """Random legal orders by `seed`; counts operations and host waits.
+
+    Belongs to the thread that first gives it something; EngineError for any other.  An operation
+    that raises stops its stream, and so whatever waits for a later point of that.
+    """
 
     def __init__(self, seed: int = 0) -> None:
         self._random = random.Random(seed)
         self._queues: dict[Stream, deque[_Operation]] = {stream: deque() for stream in Stream}
         self._clocks: dict[str, _Clock] = {name: {} for name in [_HOST, *(s.value for s in Stream)]}
         self._memory: dict[str, _Memory] = {}
-        self._failure: BaseException | None = None
+        self._owner: int | None = None
+        self._failure: Exception | None = None
+        self._stopped: set[Stream] = set()
         self.operations = 0
         self.host_waits = 0
 
@@ -99,18 +109,21 @@ class HostileDevice:
         writes: tuple[str, ...] = (),
     ) -> None:
         """Queues `fn`; checks its accesses against all before it."""
+        self._check_thread()
         self._access(stream, reads, writes)
         self._queues[stream].append(_Operation(fn=fn))
         self.run_some()
 
     def record(self, stream: Stream) -> HostileEvent:
         """A fresh event at the stream's end."""
+        self._check_thread()
         event = HostileEvent(self, dict(self._clocks[stream.value]))
         self._queues[stream].append(_Operation(passes=event))
         return event
 
     def wait(self, stream: Stream, event: Event) -> None:
         """Holds the stream until the event."""
+        self._check_thread()
         assert isinstance(event, HostileEvent)
         _join(self._clocks[stream.value], event.clock)
         self._queues[stream].append(_Operation(needs=event))
@@ -145,29 +158,42 @@ class HostileDevice:
         for queue in self._queues.values():
             queue.clear()
 
+    def _check_thread(self) -> None:
+        here = threading.get_ident()
+        if self._owner is None:
+            self._owner = here
+        if self._owner != here:
+            raise EngineError(
+                "device=hostile is for one thread, and a second one uses it; "
+                "drive the engine from one thread, with executor=inline, or take device=cpu"
+            )
+
     # --- running ----------------------------------------------------------------------------
 
     def run_some(self) -> None:
         """Runs a random number of legal operations: often none, now and then many."""
+        self._check_thread()
         for _ in range(self._random.choice((0, 0, 0, 1, 2, 8))):
             if not self._run_one():
                 return
 
     def run_until(self, event: HostileEvent) -> None:
-        """Runs legal operations until the event has passed; raises what an operation raised."""
+        """Runs legal operations until the event has passed; raises what keeps it from that."""
+        self._check_thread()
         self.host_waits += 1
         while not event.passed:
-            if self._failure is not None:
-                raise self._failure
             if not self._run_one():
-                raise StuckError("the host waits for an event that nothing will reach")
+                raise self._failure or StuckError(
+                    "the host waits for an event that nothing will reach"
+                )
         _join(self._clocks[_HOST], event.clock)
 
     def _run_one(self) -> bool:
-        ready = [queue for queue in self._queues.values() if queue and self._legal(queue[0])]
-        if not ready or self._failure is not None:
+        ready = [stream for stream in Stream if self._can_go_on(stream)]
+        if not ready:
             return False
-        operation = self._random.choice(ready).popleft()
+        stream = self._random.choice(ready)
+        operation = self._queues[stream].popleft()
         if operation.passes is not None:
             operation.passes.passed = True
         if operation.fn is not None:
@@ -175,11 +201,16 @@ class HostileDevice:
             try:
                 operation.fn()
             except Exception as error:
-                self._failure = error
+                self._failure = self._failure or error
+                self._stopped.add(stream)
         return True
 
-    def _legal(self, operation: _Operation) -> bool:
-        return operation.needs is None or operation.needs.passed
+    def _can_go_on(self, stream: Stream) -> bool:
+        queue = self._queues[stream]
+        if not queue or stream in self._stopped:
+            return False
+        event = queue[0].needs
+        return event is None or event.passed
 
     # --- happens-before ---------------------------------------------------------------------
 

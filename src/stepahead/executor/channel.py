@@ -1,6 +1,9 @@
 """Frames over a pair of pipes between the host and its worker.  Knows no plan and no process.
 
-    frame    uint32 length, uint8 kind, `length` bytes        (little endian)
+    frame    uint32 length, uint8 kind, `length` bytes, the mark        (little endian)
+
+The mark tells a frame from one whose sender died on the way, and whose hole was then filled by
+what wakes the receiver.
 
 Pipes were measured best (benchmarks/transport.py): one cheap system call for a small frame on
 either side, waits asleep in the kernel, and no file or shared memory to leave behind.
@@ -13,6 +16,7 @@ import fcntl
 import os
 import select
 import struct
+import threading
 from enum import IntEnum
 from functools import partial
 from io import FileIO
@@ -21,6 +25,9 @@ from stepahead.executor.aside import Aside
 
 _HEADER = struct.Struct("<IB")
 _HEADER_BYTES = _HEADER.size
+_MARK = 0xA5
+_TAIL = bytes((_MARK,))
+_BELL = bytes(_HEADER_BYTES + 1)  # wakes a receiver: as long as a frame, and nowhere the mark
 _INBOX_BYTES = 1 << 16
 _PIPE_BYTES = 1 << 20  # what the kernel holds of a large frame until the other side reads
 
@@ -34,14 +41,10 @@ class Kind(IntEnum):
     READY = 3  # worker to host, once: the runner is built, or
     BUILD_FAILED = 4  # why it isn't
     RESULT = 5
-    END = 6  # the host to itself: the worker is gone
-
-
-_END_FRAME = _HEADER.pack(0, Kind.END)
 
 
 class Channel:
-    """One end.  One thread sends at a time, and one receives; `hang_up` is for any."""
+    """One end.  One thread receives; all else is for any thread."""
 
     def __init__(self, read_fd: int, write_fd: int, bell_fd: int | None = None) -> None:
         """Takes the descriptors over.  `bell_fd`, a copy of the other side's `write_fd`, writes to
@@ -53,18 +56,21 @@ class Channel:
         self._inbox = memoryview(bytearray(_INBOX_BYTES))
         self._held = 0  # bytes of the inbox that have come and are not yet handed out
         self._backlog = Aside("stepahead-send")
+        # Frames of two threads must not mix.  Reentrant: a signal's handler may close in a send.
+        self._sending = threading.RLock()
         self._hung_up = False
 
     def send(self, kind: Kind, payload: bytes) -> None:
         """Hands a frame over and never waits: what the pipe won't take now, a thread sends.
 
         Without that, a large frame would wait for a peer that is in a forward.  OSError when the
-        other side is known to be gone.
+        other side is known to be gone, ValueError after `close`.
         """
-        frame = _HEADER.pack(len(payload), kind) + payload
-        sent = (self._outlet.write(frame) or 0) if self._backlog.idle else 0
-        if sent < len(frame):
-            self._backlog.put(partial(self._send_rest, frame[sent:]))
+        frame = b"".join((_HEADER.pack(len(payload), kind), payload, _TAIL))
+        with self._sending:
+            sent = (self._outlet.write(frame) or 0) if self._backlog.idle else 0
+            if sent < len(frame):
+                self._backlog.put(partial(self._send_rest, frame[sent:]))
 
     def _send_rest(self, frame: bytes) -> None:
         poll = select.poll()
@@ -84,16 +90,17 @@ class Channel:
         while self._held < _HEADER_BYTES:
             self._fill(len(self._inbox))
         length, kind = _HEADER.unpack_from(self._inbox)
-        end = _HEADER_BYTES + length
+        last = _HEADER_BYTES + length
+        end = last + 1
         if self._held < end:
             self._fill_to(end)
-        payload = bytes(self._inbox[_HEADER_BYTES:end])
+        if self._inbox[last] != _MARK:
+            raise EOFError("the other side is gone")
+        payload = bytes(self._inbox[_HEADER_BYTES:last])
         rest = self._held - end
         if rest:
             self._inbox[:rest] = self._inbox[end : self._held]
         self._held = rest
-        if kind == Kind.END:
-            raise EOFError("the other side is gone")
         return kind, payload
 
     def _fill_to(self, end: int) -> None:
@@ -133,14 +140,15 @@ class Channel:
         with contextlib.suppress(OSError, ValueError):  # closed, or so full that nobody waits
             os.set_blocking(self._inlet.fileno(), False)
             if self._bell is not None:
-                self._bell.write(_END_FRAME)
+                self._bell.write(_BELL)
 
     def close(self) -> None:
         """Sends what is left, unless hung up, and closes the pipes."""
-        self._backlog.close()
-        for pipe in (self._inlet, self._outlet, self._bell):
-            if pipe is not None:
-                pipe.close()
+        with self._sending:
+            self._backlog.close()
+            for pipe in (self._inlet, self._outlet, self._bell):
+                if pipe is not None:
+                    pipe.close()
 
 
 def open_channel() -> tuple[Channel, tuple[int, int]]:

@@ -47,7 +47,8 @@ class ProcessFlight:
 
 
 class ProcessExecutor:
-    """One worker process.  `launch` and `land` are for one thread; `close` is for any."""
+    """One worker process.  `launch` and `land` are for one thread; `close` is for any, and ends
+    a wait of that one."""
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ from stepahead.executor.channel import Channel, Kind
 from stepahead.executor.child import die_with_parent
 from stepahead.executor.failures import ANSWERED, encode_build_failure, encode_step_failure
 from stepahead.executor.inline import InlineExecutor, InlineFlight
-from stepahead.plan import NO_INTS, Plan, Result, decode_plan, encode_result
+from stepahead.plan import NO_INTS, Plan, Result, decode_control, decode_plan, encode_result
 
 if TYPE_CHECKING:
     from stepahead.runner.runner import Runner
@@ -74,13 +74,18 @@ class Worker:
 
     def run(self) -> None:
         """Returns after a shutdown; EOFError or BrokenPipeError when the host goes without one."""
-        while True:
-            kind, payload = self._channel.receive()
-            if kind == Kind.CONTROL:
-                break
-            self._step(decode_plan(payload))
+        while (plan := self._next_plan()) is not None:
+            self._step(plan)
         self._output.close()  # the device is not taken away under a flight
         self._executor.close()
+
+    def _next_plan(self) -> Plan | None:
+        kind, payload = self._channel.receive()
+        if kind == Kind.PLAN:
+            return decode_plan(payload)
+        assert kind == Kind.CONTROL, f"a frame of kind {kind} came where plans do"
+        decode_control(payload)  # a shutdown: there is no other, and the decoder refuses any
+        return None
 
     def _step(self, plan: Plan) -> None:
         flight = self._executor.launch(plan)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stepahead.model.batch import ChunkRow, StepInputs
-from stepahead.plan import Plan
+from stepahead.plan import Join, Plan
 from stepahead.runner.relay.slot import SlotRelay
 from stepahead.runner.slots import SlotState
 
@@ -19,31 +19,32 @@ class StagedStep:
     """A plan's inputs on the device.
 
     `rows_dev` int64[n] decode slots; `tokens_dev` int64[n] their inputs, or None for the relay's.
-    `chunk_tokens_dev` int64[3, t]: token, slot, position of each prompt position of the step.
-    `chunk_ends_dev` int64[2, c]: slot and context length of each chunk.
+    `max_decode_len`: the longest decode row's context, this step's token included; 0 without rows.
+    `slots_dev` int64[r]: the slots that are sampled for.
+    `sampled_dev` int64[r]: which of the step's tokens they are sampled after, None for all of them.
     `chunks`: (slot, first token among the step's, count, context length) of each chunk.
-    `sampled_dev` int64[r]: which of the step's tokens are sampled after, None for "the rows".
-    `slots_dev` int64[r]: their slots.
+    `chunk_tokens_dev` int64[3, t]: token, slot, position of each prompt position of the step.
+    `chunk_ends_dev` int64[2, c]: slot and context length of each chunk.  None without chunks.
     """
 
     rows_dev: Tensor
     tokens_dev: Tensor | None
-    chunk_tokens_dev: Tensor | None
-    chunk_ends_dev: Tensor | None
-    chunks: tuple[tuple[int, int, int, int], ...]
-    sampled_dev: Tensor | None
-    slots_dev: Tensor
     max_decode_len: int
+    slots_dev: Tensor
+    sampled_dev: Tensor | None = None
+    chunks: tuple[tuple[int, int, int, int], ...] = ()
+    chunk_tokens_dev: Tensor | None = None
+    chunk_ends_dev: Tensor | None = None
 
 
-def chunk_tokens(plan: Plan, prompts: dict[int, np.ndarray]) -> np.ndarray:
+def chunk_tokens(plan: Plan, joins: dict[int, Join]) -> np.ndarray:
     """int64[3, t]: token, slot and position of every prompt position the plan computes."""
     table = plan.chunk_table
     out = np.empty((3, int(table[:, 2].sum())), np.int64)
     first = 0
     for slot, start, count, _ in table.tolist():
         end = first + count
-        out[0, first:end] = prompts[slot][start : start + count]
+        out[0, first:end] = joins[slot].tokens[start : start + count]
         out[1, first:end] = slot
         out[2, first:end] = np.arange(start, start + count)
         first = end

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,9 +12,12 @@ from torch import Tensor
 from stepahead.device.base import Device, HostArray
 from stepahead.types import LogprobRows
 
+# Logits of a long chunk would fill the memory: 4,096 rows of 150,000 float32 are 2.4 GB, and their
+# log_softmax and a comparison come on top.
+_ROWS_AT_ONCE = 64
 
-@dataclass(frozen=True)
-class LogprobTensors:
+
+class LogprobTensors(NamedTuple):
     """On the device: `chosen_dev` float32[r], `rank_dev` int64[r], `ids_dev` int64[r, w],
     `best_dev` float32[r, w]."""
 
@@ -32,16 +36,32 @@ def describe(logits: Tensor, tokens_dev: Tensor, width: int) -> LogprobTensors:
     return LogprobTensors(chosen, rank, ids, best)
 
 
-class LogprobDownload:
-    """Four arrays on their way to the host, for the rows `rows` int32[r]."""
+def describe_hidden(
+    logits_of: Callable[[Tensor], Tensor], hidden: Tensor, tokens_dev: Tensor, width: int
+) -> LogprobTensors:
+    """As `describe`, of the logits of one or more hidden states, without having all at once."""
+    blocks = zip(hidden.split(_ROWS_AT_ONCE), tokens_dev.split(_ROWS_AT_ONCE), strict=True)
+    parts = [describe(logits_of(rows), tokens, width) for rows, tokens in blocks]
+    return LogprobTensors(*map(torch.cat, zip(*parts, strict=True)))
 
-    def __init__(self, device: Device, box: list[LogprobTensors], rows: np.ndarray, name: str):
+
+class LogprobDownload:
+    """Four arrays on their way to the host, for the rows `rows` int32[r]; `source` gives them
+    once the forward has run."""
+
+    def __init__(
+        self,
+        device: Device,
+        source: Callable[[], LogprobTensors],
+        rows: np.ndarray,
+        name: str,
+    ) -> None:
         self._rows = rows
         self._parts: tuple[HostArray, ...] = (
-            device.download(lambda: box[0].chosen_dev, name),
-            device.download(lambda: box[0].rank_dev, name),
-            device.download(lambda: box[0].ids_dev, name),
-            device.download(lambda: box[0].best_dev, name),
+            device.download(lambda: source().chosen_dev, name),
+            device.download(lambda: source().rank_dev, name),
+            device.download(lambda: source().ids_dev, name),
+            device.download(lambda: source().best_dev, name),
         )
 
     def read(self) -> LogprobRows:

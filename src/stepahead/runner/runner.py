@@ -7,7 +7,7 @@ waits here; it waits in a flight's `land`, for that flight only.  Knows no users
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -15,14 +15,22 @@ from torch import Tensor
 
 from stepahead.device.base import Device, Event, HostArray, Stream
 from stepahead.model.batch import StepInputs
-from stepahead.plan import Plan, PromptRows, Result
+from stepahead.plan import Join, Plan, PromptRows, Result
 from stepahead.runner.counts import PenaltyCounts
 from stepahead.runner.inputs import StagedStep, advance, build_inputs, chunk_rows, chunk_tokens
-from stepahead.runner.logprobs import LogprobDownload, LogprobTensors, describe
+from stepahead.runner.logprobs import (
+    LogprobDownload,
+    LogprobTensors,
+    describe,
+    describe_hidden,
+)
 from stepahead.runner.relay.slot import SlotRelay
-from stepahead.runner.sampler import RowParams, SampleGroup, build_group, sample
+from stepahead.runner.sampler import SampleGroup, sample
 from stepahead.runner.slots import SlotState
 from stepahead.runner.spec import RunnerSpec
+from stepahead.runner.wishes import Wishes
+
+T = TypeVar("T")
 
 
 class Model(Protocol):
@@ -39,6 +47,20 @@ class Model(Protocol):
     def logits(self, hidden: Tensor) -> Tensor:
         """float32[R, vocab]."""
         ...
+
+
+@dataclass(frozen=True)
+class StagedChanges:
+    """What a plan changes in the slots before its step runs.
+
+    `joined_dev` int64[j]: slots with new owners, None if there are none.  `pages_dev` int64[2, k]:
+    page-table entries as `SlotState.apply` takes them, None if none change.  `counts`: (row of
+    counts, prompt int64[..], outputs int64[..]) of each new owner with penalties.
+    """
+
+    joined_dev: Tensor | None
+    pages_dev: Tensor | None
+    counts: tuple[tuple[int, Tensor, Tensor], ...]
 
 
 @dataclass(frozen=True)
@@ -59,10 +81,15 @@ class StepBox:
     """What a step's operations leave for each other on the device; filled on the forward stream."""
 
     tokens_dev: Tensor | None = None
-    logprobs: list[LogprobTensors] = field(default_factory=list)
-    prompts: list[list[LogprobTensors]] = field(default_factory=list)
+    logprobs: LogprobTensors | None = None
+    prompts: list[LogprobTensors] = field(default_factory=list)
     start_ns: int = 0
     end_ns: int = 0
+
+
+def _made(value: T | None) -> T:
+    assert value is not None, "copied out before the forward ran"
+    return value
 
 
 @dataclass(frozen=True)
@@ -104,14 +131,17 @@ class Runner:
         self._slots = SlotState(spec.num_slots, spec.max_pages)
         self._relay = SlotRelay(spec.num_slots, spec.check)
         self._counts = PenaltyCounts(vocab_size)
-        self._wishes: dict[int, RowParams] = {}
-        self._prompts: dict[int, np.ndarray] = {}
+        self._wishes = Wishes(spec.num_slots, spec.eos_ids)
+        self._joins: dict[int, Join] = {}  # of the slots in use
+        self._generations: dict[int, int] = {}  # of each slot's newest owner, in check mode
         self._rows = np.zeros(0, np.int64)
         self._rows_dev = torch.zeros(0, dtype=torch.int64)
+        self._rows_reads: list[str] = []
         self._group: SampleGroup | None = None  # of the decode rows alone, while they stay
+        self._group_reads: list[str] = []
         self._decode_len = 0
         self._step = 0
-        self._staged: list[str] = []  # names of what this step has uploaded
+        self._reads: list[str] = []  # uploads that this step reads
 
     def close(self) -> None:
         """Drops what the device has not run."""
@@ -123,22 +153,22 @@ class Runner:
         """Queues the step on the device's three streams."""
         device = self._device
         self._step = plan.step
-        self._staged = []
-        pages, starts = self._take_changes(plan)
+        self._reads = []
+        changes = self._stage_changes(plan)
         step = self._stage(plan)
         group = self._sample_group(plan)
         scores = self._prompt_scores(plan, step)
         staged = device.record(Stream.SCHEDULE)
         device.wait(Stream.FORWARD, staged)
-        box = StepBox(prompts=[[] for _ in scores])
+        box = StepBox()
 
         def forward() -> None:
             with torch.inference_mode():
-                self._forward(step, pages, starts, group, scores, box)
+                self._forward(changes, step, group, scores, box)
 
         results = f"results {plan.step}"
         shared = ("slots", "relay", "kv", "counts")
-        device.enqueue(Stream.FORWARD, forward, (*self._staged, *shared), (*shared, results))
+        device.enqueue(Stream.FORWARD, forward, (*self._reads, *shared), (*shared, results))
         device.wait(Stream.COPY, device.record(Stream.FORWARD))
         return self._copy_out(plan, group, scores, box, results)
 
@@ -150,95 +180,116 @@ class Runner:
         box: StepBox,
         name: str,
     ) -> RunnerFlight:
-        device = self._device
-
-        def sampled() -> Tensor:
-            assert box.tokens_dev is not None, "copied out before the forward ran"
-            return box.tokens_dev
-
-        tokens = device.download(sampled, name)
-        rows = group.logprob_rows
-        logprobs = LogprobDownload(device, box.logprobs, rows, name) if len(rows) else None
-        prompts = tuple(
-            (score, LogprobDownload(device, found, np.arange(score.count, dtype=np.int32), name))
-            for score, found in zip(scores, box.prompts, strict=True)
-        )
-        return RunnerFlight(plan.step, device.record(Stream.COPY), box, tokens, logprobs, prompts)
+        device, rows = self._device, group.logprob_rows
+        tokens = device.download(lambda: _made(box.tokens_dev), name)
+        logprobs = None
+        if len(rows):
+            logprobs = LogprobDownload(device, lambda: _made(box.logprobs), rows, name)
+        prompts = []
+        for i, score in enumerate(scores):
+            every = np.arange(score.count, dtype=np.int32)
+            download = LogprobDownload(device, lambda i=i: box.prompts[i], every, name)
+            prompts.append((score, download))
+        event = device.record(Stream.COPY)
+        return RunnerFlight(plan.step, event, box, tokens, logprobs, tuple(prompts))
 
     def _upload(self, array: np.ndarray) -> Tensor:
         # fresh memory each time: a buffer used again would be overwritten while a step reads it
-        name = f"staging {self._step}.{len(self._staged)}"
-        self._staged.append(name)
+        name = f"staging {self._step}.{len(self._reads)}"
+        self._reads.append(name)
         return self._device.upload(array, name)
 
-    def _take_changes(self, plan: Plan) -> tuple[Tensor | None, list[tuple[int, Tensor, Tensor]]]:
+    def _stage_changes(self, plan: Plan) -> StagedChanges:
         for slot in plan.leaves.tolist():
             self._counts.give(slot)
-            self._wishes.pop(slot, None)
-            self._prompts.pop(slot, None)
-        starts: list[tuple[int, Tensor, Tensor]] = []
+            self._joins.pop(slot, None)
+        counts = []
         for join in plan.joins:
-            self._prompts[join.slot] = join.tokens
-            self._wishes[join.slot] = RowParams(
-                join.slot, join.params, join.seed, join.choice, join.prompt_len
-            )
-            if join.params.penalised:
-                row = self._counts.take(join.slot)
+            if self._spec.check:
+                self._check_join(join)
+            self._joins[join.slot] = join
+            row = self._counts.take(join.slot) if join.params.penalised else None
+            self._wishes.enter(join, row)
+            if row is not None:
                 tokens_dev = self._upload(join.tokens)
                 split = join.prompt_len
-                starts.append((row, tokens_dev[:split], tokens_dev[split:]))
+                counts.append((row, tokens_dev[:split], tokens_dev[split:]))
+        joined = np.array([join.slot for join in plan.joins], np.int64)
         pages = self._slots.page_changes(plan)
-        return None if pages is None else self._upload(pages), starts
+        return StagedChanges(
+            self._upload(joined) if len(joined) else None,
+            None if pages is None else self._upload(pages),
+            tuple(counts),
+        )
+
+    def _check_join(self, join: Join) -> None:
+        slot, generation = join.slot, join.generation
+        newest = self._generations.get(slot, -1)
+        assert slot not in self._joins, f"slot {slot} was joined before its owner left"
+        assert generation > newest, f"slot {slot}: generation {generation} joined after {newest}"
+        self._generations[slot] = generation
 
     def _stage(self, plan: Plan) -> StagedStep:
+        self._stage_rows(plan)
+        rows, rows_dev, decode_len = self._rows, self._rows_dev, self._decode_len
+        tokens_dev = None if plan.tokens is None else self._upload(plan.tokens)
+        if not len(plan.chunks):
+            return StagedStep(rows_dev, tokens_dev, decode_len, slots_dev=rows_dev)
+        table = plan.chunk_table
+        chunks = chunk_rows(plan, len(rows))
+        owners, lengths = table[:, 0], table[:, 1] + table[:, 2]
+        self._slots.computed[owners] = lengths
+        sampling = table[:, 3] > 0
+        last = np.array([first + count - 1 for _, first, count, _ in chunks])
+        sampled = np.concatenate([np.arange(len(rows)), last[sampling]])
+        slots = np.concatenate([rows, owners[sampling]])
+        both_dev = self._upload(np.stack([sampled, slots]))
+        return StagedStep(
+            rows_dev,
+            tokens_dev,
+            decode_len,
+            slots_dev=both_dev[1],
+            sampled_dev=both_dev[0],
+            chunks=chunks,
+            chunk_tokens_dev=self._upload(chunk_tokens(plan, self._joins)),
+            chunk_ends_dev=self._upload(np.stack([owners, lengths])),
+        )
+
+    def _stage_rows(self, plan: Plan) -> None:
         computed = self._slots.computed
         if plan.same_rows:
-            self._decode_len += 1
+            self._reads += self._rows_reads
+            self._decode_len += len(self._rows) > 0
         else:
             self._rows = plan.rows.astype(np.int64)
             self._rows_dev = self._upload(self._rows)
+            self._rows_reads = self._reads[-1:]
             self._decode_len = int(computed[self._rows].max()) + 1 if len(self._rows) else 0
-        rows, rows_dev, decode_len = self._rows, self._rows_dev, self._decode_len
-        computed[rows] += 1
-        tokens = None if plan.tokens is None else self._upload(plan.tokens)
-        if not len(plan.chunks):
-            return StagedStep(rows_dev, tokens, None, None, (), None, rows_dev, decode_len)
-        chunk_table = plan.chunk_table
-        chunks = chunk_rows(plan, len(rows))
-        prompt = self._upload(chunk_tokens(plan, self._prompts))
-        owners, lengths = chunk_table[:, 0], chunk_table[:, 1] + chunk_table[:, 2]
-        computed[owners] = lengths
-        chunk_ends = self._upload(np.stack([owners, lengths]))
-        ends = [first + count - 1 for _, first, count, _ in chunks]
-        sampling = chunk_table[:, 3] > 0
-        sampled = np.concatenate([np.arange(len(rows)), np.array(ends, np.int64)[sampling]])
-        slots = np.concatenate([rows, chunk_table[sampling, 0]])
-        both = self._upload(np.stack([sampled, slots]))
-        return StagedStep(
-            rows_dev, tokens, prompt, chunk_ends, chunks, both[0], both[1], decode_len
-        )
+        computed[self._rows] += 1
 
     def _sample_group(self, plan: Plan) -> SampleGroup:
-        sampling = [slot for slot, _, _, samples in plan.chunk_table.tolist() if samples]
+        table = plan.chunk_table
+        sampling = table[table[:, 3] > 0, 0]
         if not plan.same_rows:
             self._group = None
-        if not sampling and self._group is not None:
+        if self._group is not None and not len(sampling):
+            self._reads += self._group_reads
             return self._group
-        rows = [self._wishes[slot] for slot in (*self._rows.tolist(), *sampling)]
-        group = build_group(rows, self._counts, self._spec.eos_ids, self._upload)
-        if not sampling:
-            self._group = group
+        before = len(self._reads)
+        group = self._wishes.group(np.concatenate([self._rows, sampling]), self._upload)
+        if not len(sampling):
+            self._group, self._group_reads = group, self._reads[before:]
         return group
 
     def _prompt_scores(self, plan: Plan, step: StagedStep) -> tuple[PromptScore, ...]:
         scores = []
         for slot, first, count, end in step.chunks:
-            wish = self._wishes[slot]
-            width = wish.params.prompt_logprobs
-            last = min(end, wish.prompt_len - 1)
+            join = self._joins[slot]
+            width = join.params.prompt_logprobs
+            last = min(end, join.prompt_len - 1)
             start = end - count + 1
             if width is not None and last >= start:
-                targets = self._upload(self._prompts[slot][start : last + 1])
+                targets = self._upload(join.tokens[start : last + 1])
                 scores.append(PromptScore(slot, start, first, last + 1 - start, width, targets))
         return tuple(scores)
 
@@ -246,24 +297,24 @@ class Runner:
 
     def _forward(
         self,
+        changes: StagedChanges,
         step: StagedStep,
-        pages: Tensor | None,
-        starts: list[tuple[int, Tensor, Tensor]],
         group: SampleGroup,
         scores: tuple[PromptScore, ...],
         box: StepBox,
     ) -> None:
         box.start_ns = self._device.now_ns()
-        if pages is not None:
-            self._slots.apply(pages)
-        for row, prompt_dev, outputs_dev in starts:
+        if changes.pages_dev is not None:
+            self._slots.apply(changes.joined_dev, changes.pages_dev)
+        for row, prompt_dev, outputs_dev in changes.counts:
             self._counts.start(row, prompt_dev, outputs_dev)
         inputs = build_inputs(step, self._slots, self._relay, self._spec.page_size)
         hidden = self._model(inputs, self._kv)
         advance(step, self._slots)
-        for score, found in zip(scores, box.prompts, strict=True):
-            logits = self._model.logits(hidden[score.first : score.first + score.count])
-            found.append(describe(logits, score.targets_dev, score.width))
+        for score in scores:
+            rows = hidden[score.first : score.first + score.count]
+            targets = score.targets_dev
+            box.prompts.append(describe_hidden(self._model.logits, rows, targets, score.width))
         box.tokens_dev = self._sample(step, hidden, group, box)
         box.end_ns = self._device.now_ns()
 
@@ -279,6 +330,6 @@ class Runner:
         positions = self._slots.length_dev[step.slots_dev]
         tokens = sample(logits, group, positions, self._counts)
         if wanted is not None and raw is not None:
-            box.logprobs.append(describe(raw, tokens[wanted], group.logprob_width))
+            box.logprobs = describe(raw, tokens[wanted], group.logprob_width)
         self._relay.stash(step.slots_dev, tokens)
         return tokens

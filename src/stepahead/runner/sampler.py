@@ -6,7 +6,6 @@ top-k, top-p, and the sample: the largest of logit / temperature + Gumbel noise.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,40 +13,27 @@ import torch
 from torch import Tensor
 
 from stepahead.runner.counts import PenaltyCounts
-from stepahead.runner.noise import gumbel, row_keys, stream_key
-from stepahead.types import SamplingParams
-
-Upload = Callable[[np.ndarray], Tensor]
-
-
-@dataclass(frozen=True)
-class RowParams:
-    """One row's wishes, as its join brought them."""
-
-    slot: int
-    params: SamplingParams
-    seed: int
-    choice: int
-    prompt_len: int
+from stepahead.runner.noise import gumbel, row_keys
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """The rows that draw: `rows_dev` int64[m], keys int64[m], float32[m, 1] columns; `filters`
-    False when top-k, top-p and min-p are off for all of them."""
+    """The rows that draw: `rows_dev` int64[m], the keys of their noise `keys_dev` int64[m], and
+    `floats_dev` int64[4, m], the bits of float64 temperature, top_p, min_p and top_k (0 is off).
+    `filters` is False when top-k, top-p and min-p are off for all of them."""
 
     rows_dev: Tensor
     keys_dev: Tensor
-    floats_dev: Tensor  # float64[4, m] bit patterns as int64: temperature, top_p, min_p, top_k
+    floats_dev: Tensor
     filters: bool
 
 
 @dataclass(frozen=True)
 class Edits:
-    """Single logits that are changed: int64[k] rows and tokens, and what to do with them.
+    """Single logits that are changed.
 
-    `bias_dev` int64[3, b]: row, token, float64 bits.  `bans_dev` int64[3, b]: row, token, and the
-    position from which on the token is allowed.
+    `bias_dev` int64[3, b]: row, token, float64 bits of what is added.  `bans_dev` int64[3, b]: row,
+    token, and the position from which on the token is allowed.
     """
 
     bias_dev: Tensor | None
@@ -56,107 +42,32 @@ class Edits:
 
 @dataclass(frozen=True)
 class Penalised:
-    """`index_dev` int64[2, p]: row, row of counts.  `floats_dev` float64[3, p] bits: presence,
-    frequency, repetition."""
+    """The rows with penalties: `rows_dev` int64[p], their rows of counts `counts_dev` int64[p], and
+    `floats_dev` int64[3, p], the bits of float64 presence, frequency and repetition."""
 
-    index_dev: Tensor
+    rows_dev: Tensor
+    counts_dev: Tensor
     floats_dev: Tensor
 
 
 @dataclass(frozen=True)
 class SampleGroup:
-    """What the rows of a step ask of the sampler; None throughout for plain greedy rows."""
+    """What the rows of a step ask of the sampler; None throughout for plain greedy rows.
+
+    `logprob_rows` int32[l] are the rows that want log-probabilities, `logprob_rows_dev` the same
+    on the device, and `logprob_width` the most alternatives that one of them wants.
+    """
 
     drawn: Drawn | None
     edits: Edits | None
     penalised: Penalised | None
-    logprob_rows: np.ndarray  # int32[l], and the same on the device
+    logprob_rows: np.ndarray
     logprob_rows_dev: Tensor | None
     logprob_width: int
 
 
-def _bits(rows: list[list[float]]) -> np.ndarray:
-    return np.array(rows, np.float64).view(np.int64)
-
-
 def _floats(bits: Tensor) -> Tensor:
     return bits.view(torch.float64).to(torch.float32)
-
-
-def build_group(
-    rows: list[RowParams], counts: PenaltyCounts, eos_ids: tuple[int, ...], upload: Upload
-) -> SampleGroup:
-    """Stages the wishes of the rows that will be sampled, in their order."""
-    wants = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
-    width = max((rows[i].params.logprobs or 0 for i in wants), default=0)
-    return SampleGroup(
-        _drawn(rows, upload),
-        _edits(rows, eos_ids, upload),
-        _penalised(rows, counts, upload),
-        np.array(wants, np.int32),
-        upload(np.array(wants)) if wants else None,
-        width,
-    )
-
-
-def _drawn(rows: list[RowParams], upload: Upload) -> Drawn | None:
-    index = [i for i, row in enumerate(rows) if not row.params.greedy]
-    if not index:
-        return None
-    chosen = [rows[i].params for i in index]
-    columns = [
-        [p.temperature for p in chosen],
-        [p.top_p for p in chosen],
-        [p.min_p for p in chosen],
-        [float(max(p.top_k, 0)) for p in chosen],
-    ]
-    keys = [stream_key(rows[i].seed, rows[i].choice) for i in index]
-    filters = any(p.top_p < 1.0 or p.top_k > 0 or p.min_p > 0.0 for p in chosen)
-    both = upload(np.array([index, keys], np.int64))
-    return Drawn(both[0], both[1], upload(_bits(columns)), filters)
-
-
-def _edits(rows: list[RowParams], eos_ids: tuple[int, ...], upload: Upload) -> Edits | None:
-    bias = [
-        (i, token, value)
-        for i, row in enumerate(rows)
-        for token, value in (row.params.logit_bias or {}).items()
-    ]
-    bans = [
-        (i, token, row.prompt_len + row.params.min_tokens)
-        for i, row in enumerate(rows)
-        if row.params.min_tokens
-        for token in _stop_ids(row.params, eos_ids)
-    ]
-    if not bias and not bans:
-        return None
-    return Edits(_bias_table(bias, upload), upload(np.array(bans, np.int64).T) if bans else None)
-
-
-def _stop_ids(params: SamplingParams, eos_ids: tuple[int, ...]) -> list[int]:
-    ids = set(params.stop_token_ids or ())
-    return sorted(ids if params.ignore_eos else ids | set(eos_ids))
-
-
-def _bias_table(bias: list[tuple[int, int, float]], upload: Upload) -> Tensor | None:
-    if not bias:
-        return None
-    rows, tokens, values = (list(column) for column in zip(*bias, strict=True))
-    return upload(np.concatenate([np.array([rows, tokens], np.int64), _bits([values])]))
-
-
-def _penalised(rows: list[RowParams], counts: PenaltyCounts, upload: Upload) -> Penalised | None:
-    index = [i for i, row in enumerate(rows) if row.params.penalised]
-    if not index:
-        return None
-    chosen = [rows[i] for i in index]
-    columns = [
-        [row.params.presence_penalty for row in chosen],
-        [row.params.frequency_penalty for row in chosen],
-        [row.params.repetition_penalty for row in chosen],
-    ]
-    table = np.array([index, [counts.row_of[row.slot] for row in chosen]], np.int64)
-    return Penalised(upload(table), upload(_bits(columns)))
 
 
 def sample(
@@ -175,8 +86,7 @@ def sample(
         rows = group.drawn.rows_dev
         tokens[rows] = _draw(logits[rows], group.drawn, positions_dev[rows])
     if group.penalised is not None:
-        row, count_row = group.penalised.index_dev
-        counts.count(count_row, tokens[row])
+        counts.count(group.penalised.counts_dev, tokens[group.penalised.rows_dev])
     return tokens
 
 
@@ -192,15 +102,15 @@ def _apply_edits(logits: Tensor, edits: Edits, positions_dev: Tensor) -> None:
 
 
 def _apply_penalties(logits: Tensor, penalised: Penalised, counts: PenaltyCounts) -> None:
-    row, count_row = penalised.index_dev
+    rows, count_rows = penalised.rows_dev, penalised.counts_dev
     presence, frequency, repetition = _floats(penalised.floats_dev).unsqueeze(-1)
-    outputs = counts.outputs_dev[count_row]
-    values = logits[row]
-    seen = counts.prompt_dev[count_row] | (outputs > 0)
+    outputs = counts.outputs_dev[count_rows]
+    values = logits[rows]
+    seen = counts.prompt_dev[count_rows] | (outputs > 0)
     repeated = torch.where(values > 0, values / repetition, values * repetition)
     values = torch.where(seen, repeated, values)
     values -= frequency * outputs + presence * (outputs > 0)
-    logits[row] = values
+    logits[rows] = values
 
 
 def _draw(logits: Tensor, drawn: Drawn, positions_dev: Tensor) -> Tensor:

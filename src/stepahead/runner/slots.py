@@ -23,8 +23,14 @@ class SlotState:
         self.computed = np.zeros(num_slots, np.int64)
         self._max_pages = max_pages
 
-    def apply(self, changes_dev: Tensor) -> None:
-        """Enters page changes int64[2, k] as `page_changes` gives them; on the forward stream."""
+    def apply(self, joined_dev: Tensor | None, changes_dev: Tensor) -> None:
+        """Enters page changes int64[2, k] as `page_changes` gives them; on the forward stream.
+
+        The page tables of slots with new owners, `joined_dev` int64[j], are cleared first: what is
+        read past an owner's pages is the padding page, not a page of somebody else.
+        """
+        if joined_dev is not None:
+            self.pages_dev[joined_dev] = 0
         self.pages_dev.view(-1)[changes_dev[0]] = changes_dev[1]
 
     def page_changes(self, plan: Plan) -> np.ndarray | None:

@@ -43,6 +43,8 @@ def output_limit(limits: Limits, prompt_len: int, max_tokens: int | None) -> int
             "so at least one must be left for the output",
             "prompt",
         )
+    if max_tokens is None:  # as many as there is room for, in the pool too
+        room = min(room, max(1, (limits.num_pages - 1) * limits.page_size - prompt_len + 1))
     granted = room if max_tokens is None else min(max_tokens, room)
     needed = -(-(prompt_len + granted - 1) // limits.page_size)
     if needed > limits.num_pages - 1:

@@ -32,44 +32,46 @@ class Vocabulary:
     ) -> None:
         self.token_bytes = token_bytes
         self.special_ids = special_ids
-        self._order = sorted(range(len(token_bytes)), key=token_bytes.__getitem__)
-        self._sorted = [token_bytes[token] for token in self._order]
-        self._joined = b"".join(token_bytes), np.cumsum([len(piece) for piece in token_bytes])
+        order = sorted(range(len(token_bytes)), key=token_bytes.__getitem__)
+        self._order = np.array(order, np.int64)
+        self._sorted = [token_bytes[token] for token in order]
+        self._bytes = np.frombuffer(b"".join(token_bytes), np.uint8)  # all pieces, end to end
+        self._ends = np.cumsum([len(piece) for piece in token_bytes])
+        self._longest = max(map(len, token_bytes), default=0)
         self._ending: dict[bytes, np.ndarray] = {}
+        self._remembered = 0  # ids in all of them
 
     def enders(self, text: bytes) -> np.ndarray:
         """Ids of the tokens within which an occurrence of `text` can end, int64, ascending."""
         if text not in self._ending:
-            if len(self._ending) > 4096:  # a client may send a new string every time
+            if self._remembered > _MOST_REMEMBERED:  # a client may send a new string every time
                 self._ending.clear()
-            self._ending[text] = self._find(text)
+                self._remembered = 0
+            # an occurrence ends in a token that begins with its tail, or has all of it inside
+            tails = [self._starting(text[i:]) for i in range(len(text))]
+            self._ending[text] = np.unique(np.concatenate([*tails, self._holding(text)]))
+            self._remembered += len(self._ending[text]) + len(text)
         return self._ending[text]
 
-    def _find(self, text: bytes) -> np.ndarray:
-        # an occurrence ends in a token that begins with the occurrence's tail ...
-        found = {token for i in range(len(text)) for token in self._starting(text[i:])}
-        # ... or has all of it inside
-        found.update(self._holding(text))
-        return np.array(sorted(found), np.int64)
-
-    def _holding(self, text: bytes) -> list[int]:
-        blob, ends = self._joined
-        found: list[int] = []
-        at = blob.find(text)
-        while at >= 0:
-            token = int(np.searchsorted(ends, at, "right"))
-            if at + len(text) <= ends[token]:  # else it stands across two pieces
-                found.append(token)
-            at = blob.find(text, at + 1)
-        return found
-
-    def _starting(self, tail: bytes) -> list[int]:
+    def _starting(self, tail: bytes) -> np.ndarray:
         first = bisect_left(self._sorted, tail)
-        last = first
-        while last < len(self._sorted) and self._sorted[last].startswith(tail):
-            last += 1
+        # what begins with the tail lies together, before the next string of its length
+        last = bisect_left(self._sorted, True, first, key=lambda piece: not piece.startswith(tail))
         return self._order[first:last]
 
+    def _holding(self, text: bytes) -> np.ndarray:
+        places = len(self._bytes) - len(text) + 1
+        if len(text) > self._longest or places < 1:
+            return self._order[:0]
+        there = np.ones(places, np.bool_)
+        for i, byte in enumerate(text):
+            there &= self._bytes[i : i + places] == byte
+        at = there.nonzero()[0]
+        token = np.searchsorted(self._ends, at, "right")
+        return token[at + len(text) <= self._ends[token]]  # others stand across two pieces
+
+
+_MOST_REMEMBERED = 4_000_000
 
 # what a row watches for, and why a token is worth a look
 WATCH_EOS = 1  # the plain rule: the end of sequence, and nothing else
