@@ -181,14 +181,16 @@ def _check_rest(config: EngineConfig) -> None:
 
 def _check_depth(config: EngineConfig) -> None:
     depth, own = config.depth, DEPTHS[config.loop]
-    if depth is None or (config.loop != "batch-queue" and depth == own):
+    if depth is None:
         return
-    if config.loop != "batch-queue":
+    if isinstance(depth, bool) or not isinstance(depth, int) or not 1 <= depth <= MAX_DEPTH:
+        raise ConfigError(f"depth={depth!r}; give a whole number up to {MAX_DEPTH}")
+    if config.loop != "batch-queue" and depth != own:
         raise ConfigError(
-            f"depth={depth!r}, but loop={config.loop} has a depth of {own}; use loop=batch-queue"
+            f"depth={depth}, but loop={config.loop} has a depth of {own}; use loop=batch-queue"
         )
-    if isinstance(depth, bool) or not isinstance(depth, int) or not 2 <= depth <= MAX_DEPTH:
-        raise ConfigError(f"depth={depth!r}; give a whole number from 2 to {MAX_DEPTH}")
+    if config.loop == "batch-queue" and depth < 2:
+        raise ConfigError("depth=1; batch-queue runs at least 2 deep, loop=serial has a depth of 1")
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,7 @@ class Scheduler:
         return self._emit(rows, tokens, table, joins, grants, ending)
 
     def _host_tokens(self, rows: RowSet) -> np.ndarray | None:
-        """Input tokens that the plan must bring, int32[n], -1 for the relay's; None if it has all."""
+        """Input tokens the plan must bring, int32[n], -1 for the relay's; None if it has all."""
         if self.limits.relay == "slot" or not rows.count:
             return None
         table, at = self.table, rows.at

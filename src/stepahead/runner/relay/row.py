@@ -12,12 +12,13 @@ both, and sends them only when a row changed its place.  A row whose last token 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from stepahead.runner.relay import Upload
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,12 @@ class RowRelay:
     def route(
         self,
         rows: np.ndarray,
+        rows_dev: Tensor,
         sampled: np.ndarray,
         tokens: np.ndarray | None,
-        upload: Callable[[np.ndarray], Tensor],
+        upload: Upload,
     ) -> RowRoute:
-        """For a step that decodes slots `rows` int64[n] and samples slots `sampled` int64[s]."""
+        """As in Relay."""
         tokens_dev = None if tokens is None else upload(tokens)
         index = self._index(rows, tokens)
         index_dev = None if index is None else upload(index)

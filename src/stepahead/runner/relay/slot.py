@@ -7,19 +7,20 @@ step that reads a token nobody stashed is caught.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from stepahead.runner.relay import Upload
+
 POISON = -1
 
 
 @dataclass(frozen=True)
 class SlotRoute:
-    """Where the input tokens are: in slots `rows_dev` int64[n], or in `tokens_dev` from the host."""
+    """Where the input tokens are: in slots `rows_dev` int64[n], or the host's `tokens_dev`."""
 
     rows_dev: Tensor
     tokens_dev: Tensor | None
@@ -34,9 +35,14 @@ class SlotRelay:
         self._check = check
 
     def route(
-        self, rows_dev: Tensor, tokens: np.ndarray | None, upload: Callable[[np.ndarray], Tensor]
+        self,
+        rows: np.ndarray,
+        rows_dev: Tensor,
+        sampled: np.ndarray,
+        tokens: np.ndarray | None,
+        upload: Upload,
     ) -> SlotRoute:
-        """For a step that decodes slots `rows_dev`."""
+        """As in Relay; where the host brings tokens it brings all of them."""
         return SlotRoute(rows_dev, None if tokens is None else upload(tokens))
 
     def resolve(self, route: SlotRoute) -> Tensor:
