@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -18,6 +19,31 @@ from stepahead.plan import Plan, Result
 from stepahead.runner.spec import RunnerSpec
 
 LARGE = 3_000_000  # bytes; no pipe takes that at once
+
+
+class Gate:
+    """What a worker waits at, in the kernel, until the test opens it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "gate"
+        os.mkfifo(self.path)
+
+    def open(self) -> None:
+        """Lets one pass who waits there, or comes soon; fails when nobody does."""
+        deadline_s = time.monotonic() + 30
+        while True:
+            try:
+                return os.close(os.open(self.path, os.O_WRONLY | os.O_NONBLOCK))
+            except OSError:
+                assert time.monotonic() < deadline_s, "nobody waits at the gate"
+            time.sleep(0.01)
+
+
+def wait_at(path: str) -> None:
+    """Returns when the gate is opened; keeps the interpreter's lock, as careless code does."""
+    signal.alarm(40)  # ends this process when no test is left to open it
+    os.close(ctypes.PyDLL(None).open(path.encode(), os.O_RDONLY))
+    signal.alarm(0)
 
 
 class OddWeights(WeightError):
@@ -70,9 +96,10 @@ class FakeRunner:
         time.sleep(float(seconds))
 
     def _hold(self, seconds: str) -> None:
-        ctypes.PyDLL(None).sleep(
-            int(seconds)
-        )  # keeps the interpreter's lock, as careless code does
+        ctypes.PyDLL(None).sleep(int(seconds))  # with the interpreter's lock
+
+    def _gate(self, path: str) -> None:
+        wait_at(path)
 
     def _raise(self, words: str) -> None:
         raise RuntimeError(words)
@@ -89,10 +116,10 @@ class FakeRunner:
     def _kill(self, name: str) -> None:
         os.kill(os.getpid(), getattr(signal, name))
 
-    def _fork(self, seconds: str) -> None:
+    def _fork(self, path: str) -> None:
         # a grandchild that holds every descriptor of the worker, the channel's too
         if os.fork() == 0:
-            time.sleep(float(seconds))
+            wait_at(path)
             os._exit(0)
         os._exit(3)
 

@@ -254,19 +254,38 @@ def test_an_output_of_something_else_is_left_alone(
     assert out.read_text(encoding="utf-8") == "dear diary"
 
 
+# Slow once the first answers are told, or the run could end before the signal comes.
+SLOW = """
+import sys, time
+from pathlib import Path
+from stepahead import LLM
+from stepahead.cli.main import main
+
+out, step = Path(sys.argv.pop(1)), LLM.step
+
+def step_slowly(llm):
+    if out.stat().st_size:
+        time.sleep(0.2)
+    return step(llm)
+
+LLM.step = step_slowly
+main()
+"""
+
+
 def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(tmp_path: Path) -> None:
     asked, out = write_lines(tmp_path / "in.jsonl", prompts(400)), tmp_path / "out.jsonl"
     command = ["run", "toy", "--input", str(asked), "--output", str(out), "--quiet"]
     command += [*toy_flags(executor="process"), "--max-tokens", "40", "--ignore-eos"]
-    program = "from stepahead.cli.main import main; main()"
     child = subprocess.Popen(
-        [sys.executable, "-c", program, *command],
+        [sys.executable, "-c", SLOW, str(out), *command],
         env=os.environ | {"PYTHONPATH": str(SRC)},
         stderr=subprocess.PIPE,
         text=True,
     )
     deadline_s = time.monotonic() + 60
-    while not (out.exists() and out.stat().st_size) and time.monotonic() < deadline_s:
+    while not (out.exists() and out.stat().st_size):
+        assert time.monotonic() < deadline_s
         time.sleep(0.005)
     child.send_signal(signal.SIGINT)
     _, told = child.communicate(timeout=60)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from executor_fakes import LARGE, answer
+from executor_fakes import LARGE, Gate, answer
 
 from stepahead import errors
 from stepahead.errors import EngineClosed, EngineError, RunnerDied, StepFailed
@@ -25,6 +25,7 @@ from stepahead.plan import NO_INTS, Plan
 from stepahead.runner.spec import RunnerSpec
 
 Start = Callable[..., ProcessExecutor]
+HANG_S = 30.0  # nothing takes that long unless it hangs; what would sleeps for 60 s
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +36,7 @@ def _nothing_stays_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
     gc.collect()
     assert child_pids() <= children
     assert open_fds() <= fds
-    assert threading.active_count() <= threads
+    assert soon(lambda: threading.active_count() <= threads)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -75,13 +76,11 @@ def gone(pid: int) -> bool:
         return True
 
 
-def gone_within(pid: int, seconds: float) -> bool:
-    deadline_s = time.monotonic() + seconds
-    while time.monotonic() < deadline_s:
-        if gone(pid):
-            return True
+def soon(condition: Callable[[], bool]) -> bool:
+    deadline_s = time.monotonic() + HANG_S
+    while not condition() and time.monotonic() < deadline_s:
         time.sleep(0.01)
-    return gone(pid)
+    return condition()
 
 
 def plan_of(step: int, grants: np.ndarray = NO_INTS) -> Plan:
@@ -104,9 +103,16 @@ def check(result: object, step: int) -> None:
     assert np.array_equal(result.tokens, answer(plan_of(step)))
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 2])
-def test_flights_land_in_order(start: Start, ahead: int) -> None:
-    land_all(start(), range(1, 300), ahead)
+@pytest.fixture
+def gate(tmp_path_factory: pytest.TempPathFactory) -> Gate:
+    return Gate(tmp_path_factory.mktemp("gate"))
+
+
+def test_flights_land_in_order(start: Start) -> None:
+    executor = start()
+    for ahead in range(3):
+        land_all(executor, range(1 + 300 * ahead, 300 * (ahead + 1)), ahead)
+    land_all(executor, range(998, 1003), 2)  # one of them is large
 
 
 @pytest.mark.parametrize("late_s", [[0.003], [0.004, 0.0, 0.0], [0.0, 0.002]])
@@ -123,22 +129,16 @@ def test_a_flight_lands_again_and_out_of_turn(start: Start) -> None:
     assert first.land() is first.land()
 
 
-def test_large_results_arrive_whole(start: Start) -> None:
-    land_all(start(), range(998, 1003), 2)
+def test_launch_never_waits_for_a_busy_worker(start: Start, gate: Gate) -> None:
+    """A plan larger than the pipe, while the model waits with the interpreter's lock.
 
-
-def test_launch_never_waits_for_a_busy_worker(start: Start) -> None:
-    """A plan larger than the pipe, while the model sleeps with the interpreter's lock.
-
-    A send that blocks would take the 2 s until the worker reads again.
+    The worker takes no more in before the gate opens, so a send that waited would not return.
     """
     grants = np.arange(LARGE // 4, dtype=np.int32)
-    executor = start({1: "hold 2"})
-    flights = [executor.launch(plan_of(1))]
-    time.sleep(0.1)
-    started_s = time.monotonic()
-    flights += [executor.launch(plan_of(2, grants)), executor.launch(plan_of(3))]
-    assert time.monotonic() - started_s < 0.5
+    executor = start({1: f"gate {gate.path}"})
+    flights = [executor.launch(plan_of(1)), executor.launch(plan_of(2, grants))]
+    flights.append(executor.launch(plan_of(3)))
+    gate.open()
     flights[0].land()
     assert np.array_equal(flights[1].land().tokens, answer(plan_of(2, grants)))
     check(flights[2].land(), 3)
@@ -201,13 +201,12 @@ def test_a_death_is_named(start: Start, doing: str, words: str) -> None:
         flight.land()
 
 
-def test_a_grandchild_holding_the_channel_hides_no_death(start: Start) -> None:
-    """The pipes stay open with it, so waiting for its end alone would hang for 5 s and more."""
-    executor = start({1: "fork 5"})
-    started_s = time.monotonic()
+def test_a_grandchild_holding_the_channel_hides_no_death(start: Start, gate: Gate) -> None:
+    """The pipes stay open with it, so waiting for their end alone would hang."""
+    executor = start({1: f"fork {gate.path}"})
     with pytest.raises(RunnerDied, match="exited with code 3"):
         executor.launch(plan_of(1)).land()
-    assert time.monotonic() - started_s < 4
+    gate.open()  # it is still there
 
 
 @pytest.mark.parametrize("late_s", [[0.0], [0.05]])
@@ -218,7 +217,7 @@ def test_a_worker_that_can_not_answer_ends(start: Start, late_s: list[float]) ->
     started_s = time.monotonic()
     with pytest.raises(RunnerDied, match="exited with code 1"):
         executor.launch(plan_of(1)).land()
-    assert time.monotonic() - started_s < 4
+    assert time.monotonic() - started_s < HANG_S
 
 
 def test_killed_while_it_builds(start: Start) -> None:
@@ -255,30 +254,11 @@ def test_a_failed_step_fails_all_later_ones(
 # --- the runner can't be built --------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("error", "kind", "words"),
-    [
-        ("weights", errors.WeightError, r"^model.safetensors: 'lm_head' is cut off\nat byte 7$"),
-        ("own", errors.WeightError, "^odd$"),
-        ("model", errors.ModelError, "^no such folder$"),
-        ("request", EngineError, "^the runner could not be built: PromptTooLong: too long$"),
-        ("memory", errors.NotEnoughMemory, r"ran out .*\(MemoryError: memory ran out\)"),
-        ("torch", errors.NotEnoughMemory, "you tried 1e15 bytes"),
-        ("other", EngineError, r"^the runner could not be built: ValueError: what\?$"),
-        ("exit", EngineError, "^the runner could not be built: SystemExit: 4$"),
-    ],
-)
-def test_a_build_error_keeps_its_type(
-    start: Start, error: str, kind: type[Exception], words: str
-) -> None:
+@pytest.mark.parametrize(("error", "kind"), [("own", errors.WeightError), ("exit", EngineError)])
+def test_a_build_error_is_raised_here(start: Start, error: str, kind: type[Exception]) -> None:
     with pytest.raises(errors.StepaheadError) as caught:
         start(build="build_fails", error=error)
     assert type(caught.value) is kind
-    assert re.search(words, str(caught.value))
-    foreign = error not in ("weights", "own", "model")
-    assert [("build_fails" in note) for note in getattr(caught.value, "__notes__", [])] == (
-        [True] if foreign else []
-    )
 
 
 def test_an_unknown_builder_is_named(start: Start) -> None:
@@ -290,7 +270,7 @@ def test_a_build_that_takes_too_long(start: Start) -> None:
     started_s = time.monotonic()
     with pytest.raises(EngineError, match=r"not built within 0\.3 s"):
         start(build="build_slowly", timeout_s=0.3)
-    assert time.monotonic() - started_s < 5
+    assert time.monotonic() - started_s < HANG_S
 
 
 # --- the end --------------------------------------------------------------------------------
@@ -314,15 +294,17 @@ def test_close_during_a_forward(start: Start, doing: str) -> None:
     executor.launch(plan_of(1))
     started_s = time.monotonic()
     executor.close()
-    assert time.monotonic() - started_s < 4
+    assert time.monotonic() - started_s < HANG_S
 
 
 def test_close_from_another_thread_ends_the_wait(start: Start) -> None:
     executor = start({1: "sleep 60"})
     flight = executor.launch(plan_of(1))
-    threading.Timer(0.2, executor.close).start()
+    closing = threading.Timer(0.2, executor.close)
+    closing.start()
     with pytest.raises(EngineClosed):
         flight.land()
+    closing.join()
 
 
 def test_close_after_death(start: Start) -> None:
@@ -344,10 +326,7 @@ def test_an_executor_that_is_dropped_ends_its_worker(start: Start) -> None:
 
     with pytest.warns(ResourceWarning, match="unclosed"):
         drop()
-    assert gone_within(pid, 2)
-    keepers = [t for t in threading.enumerate() if t.name == "stepahead-worker-keeper"]
-    for keeper in keepers:
-        keeper.join(2)
+    assert soon(lambda: gone(pid))
 
 
 def test_it_uses_no_shared_memory_no_socket_and_two_pipes(start: Start) -> None:
@@ -372,7 +351,7 @@ def test_close_is_bounded_even_if_the_worker_can_not_be_killed(
         patch.setattr(child, "stop", lambda grace_s: None)
         closing = threading.Thread(target=executor.close)
         closing.start()
-        closing.join(5)
+        closing.join(HANG_S)
     in_time = not closing.is_alive()
     child.stop(0)
     closing.join()
@@ -437,9 +416,9 @@ def test_an_unguarded_script_runs_once(tmp_path_factory: pytest.TempPathFactory)
 
 def test_a_script_that_forgets_to_close_ends(tmp_path_factory: pytest.TempPathFactory) -> None:
     command = script(tmp_path_factory, "print(executor.pid)", script={1: "sleep 60"})
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr
-    assert gone_within(int(done.stdout.split()[-1]), 2)
+    assert soon(lambda: gone(int(done.stdout.split()[-1])))
 
 
 @pytest.mark.parametrize(
@@ -460,7 +439,7 @@ def test_the_parent_is_killed(
         time.sleep(0.3)
         assert not gone(worker)
         parent.kill()
-    assert gone_within(worker, 2)
+    assert soon(lambda: gone(worker))
 
 
 def test_ctrl_c_in_a_terminal_is_the_parents_to_decide(
@@ -480,7 +459,7 @@ def test_ctrl_c_in_a_terminal_is_the_parents_to_decide(
     assert parent.returncode == 0
 
 
-@pytest.mark.parametrize("after_s", [0.0, 0.02, 0.05, 0.1])
+@pytest.mark.parametrize("after_s", [0.0, 0.03, 0.1])
 def test_ctrl_c_while_the_worker_starts(
     tmp_path_factory: pytest.TempPathFactory, after_s: float
 ) -> None:
@@ -496,3 +475,42 @@ def test_ctrl_c_while_the_worker_starts(
 
 def in_its_own_group(command: list[str]) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+
+
+_FORKED = """
+import os, sys
+from stepahead import LLM, SamplingParams
+
+llm = LLM("toy", threads=1, max_model_len=64, max_rows=2)
+params = SamplingParams(max_tokens=3, temperature=0.0)
+before = llm.generate([[5, 6]], params)[0].outputs[0].token_ids
+child = os.fork()
+if child == 0:
+    sys.exit(0)
+os.waitpid(child, 0)
+assert llm.generate([[5, 6]], params)[0].outputs[0].token_ids == before
+llm.close()
+print("alive")
+"""
+
+
+def test_a_forked_child_that_exits_leaves_the_worker_alone() -> None:
+    # its copy of the engine once asked the parent's worker to shut down
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _FORKED],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.stdout == "alive\n", done.stderr
+
+
+@pytest.mark.parametrize("closed", ["0<&-", "1>&-"])
+def test_an_engine_starts_without_stdin_or_stdout(closed: str) -> None:
+    code = "from stepahead import LLM; LLM('toy', threads=1, max_model_len=64, max_rows=2).close()"
+    command = f"exec {shlex.quote(sys.executable)} -c {shlex.quote(code)} {closed}"
+    done = subprocess.run(
+        ["sh", "-c", command], stderr=subprocess.PIPE, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from harness import Client, Variant, play, resolved, runner_spec, toy_engine
 from stepahead.device.base import Event, Stream
 from stepahead.device.eager import EagerDevice
 from stepahead.device.hostile import POISON, HostileDevice, RaceError, StuckError
+from stepahead.errors import EngineError
 from stepahead.executor.inline import InlineExecutor
 from stepahead.model.toy import ToyModel
 from stepahead.runner.runner import Runner
@@ -263,6 +265,40 @@ def test_an_operations_error_surfaces_at_the_wait_and_stops_the_device() -> None
         with pytest.raises(ValueError, match="out of memory"):
             device.record(FORWARD).wait()
         assert ran == []
+
+
+def test_a_failure_stops_its_stream_and_what_waits_for_it() -> None:
+    """A step whose forward has run once landed with the error of the step after it, if its copy was
+    still to come."""
+    for seed in SEEDS:
+        device, copied, landings = HostileDevice(seed), [], []
+        for step in (1, 2, 0):
+            device.enqueue(FORWARD, lambda step=step: 1 / step)
+            after(device, COPY, FORWARD)
+            device.enqueue(COPY, lambda step=step, copied=copied: copied.append(step))
+            landings.append(device.record(COPY))
+        with pytest.raises(ZeroDivisionError):
+            landings[2].wait()
+        landings[0].wait()
+        landings[1].wait()
+        assert copied == [1, 2]
+
+
+def test_a_second_thread_is_refused() -> None:
+    device = HostileDevice(0)
+    device.enqueue(FORWARD, nothing)
+    event = device.record(FORWARD)
+    with ThreadPoolExecutor(1) as other:
+        for use in (
+            event.done,
+            event.wait,
+            lambda: device.enqueue(FORWARD, nothing),
+            lambda: device.wait(COPY, event),
+            lambda: device.record(COPY),
+        ):
+            with pytest.raises(EngineError, match="one thread, and a second one uses it"):
+                other.submit(use).result()
+    event.wait()
 
 
 # --- the whole engine -----------------------------------------------------------------------

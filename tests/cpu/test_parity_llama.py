@@ -2,12 +2,13 @@
 
 The float rule: equal tokens unless the two that differ are less than 1e-4 apart, log-probabilities
 within 1e-4.  After such a fork nothing can be compared, so forks are counted and must be rare.
+Which rows fork, if any, is the machine's arithmetic.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,6 @@ MODELS = {
     )
     for vocab in (17, 64)
 }
-_counts: Counter[str] = Counter()
 
 
 def engine_of(model: Llama, options: dict[str, Any], variant: Variant, eos: int = 1) -> Engine:
@@ -99,27 +99,34 @@ def with_margins(seed: int) -> Workload:
     return replace(work, asks=tuple(map(asking, work.asks)))
 
 
-def nearly(one: Told, two: Told) -> str:
-    """What differs by the float rule; "" if nothing does."""
-    if one.refused or two.refused:
-        return "" if one.refused == two.refused else "refused"
-    rows = zip(one.tokens, two.tokens, one.logprobs, two.logprobs, strict=False)
-    for place, (token, other, row, its) in enumerate(rows):
-        if token != other:
-            _counts["forks"] += 1
-            apart = abs(row[0] - its[0])
-            return "" if apart < CLOSE else f"tokens differ at {place}, {apart} apart"
-        if not alike(row, its):
-            return f"logprobs {row} and {its}"
-        _counts["tokens"] += 1
-    for at in one.prompt_logprobs.keys() & two.prompt_logprobs.keys():
-        if not alike(one.prompt_logprobs[at], two.prompt_logprobs[at]):
-            return f"prompt logprobs at {at}"
-    if not all(alike(first, again) for first, again in one.retold + two.retold):
-        return "told two prompt logprobs"
-    if one.aborted or two.aborted:
-        return ""
-    return "" if ends_of(one) == ends_of(two) else f"ends {ends_of(one)}, {ends_of(two)}"
+@dataclass
+class Nearly:
+    """The float rule, and how often it could compare."""
+
+    tokens: int = 0
+    forks: int = 0
+
+    def __call__(self, one: Told, two: Told) -> str:
+        """What differs; "" if nothing does."""
+        if one.refused or two.refused:
+            return "" if one.refused == two.refused else "refused"
+        rows = zip(one.tokens, two.tokens, one.logprobs, two.logprobs, strict=False)
+        for place, (token, other, row, its) in enumerate(rows):
+            if token != other:
+                self.forks += 1
+                apart = abs(row[0] - its[0])
+                return "" if apart < CLOSE else f"tokens differ at {place}, {apart} apart"
+            if not alike(row, its):
+                return f"logprobs {row} and {its}"
+            self.tokens += 1
+        for at in one.prompt_logprobs.keys() & two.prompt_logprobs.keys():
+            if not alike(one.prompt_logprobs[at], two.prompt_logprobs[at]):
+                return f"prompt logprobs at {at}"
+        if not all(alike(first, again) for first, again in one.retold + two.retold):
+            return "told two prompt logprobs"
+        if one.aborted or two.aborted:
+            return ""
+        return "" if ends_of(one) == ends_of(two) else f"ends {ends_of(one)}, {ends_of(two)}"
 
 
 def alike(one: Row, two: Row) -> bool:
@@ -131,6 +138,7 @@ def alike(one: Row, two: Row) -> bool:
 @pytest.mark.parametrize("shard", range(SHARDS))
 def test_a_tiny_llama_gives_the_same_from_every_loop(shard: int) -> None:
     counts: Counter[str] = Counter()
+    nearly = Nearly()
     for seed in range(shard * WORKLOADS, (shard + 1) * WORKLOADS):
         device = "hostile" if seed % 3 == 0 else "cpu"
         variants = [Variant("overlap", device, seed, depth=4 if seed % 5 == 4 else 0)]
@@ -139,8 +147,8 @@ def test_a_tiny_llama_gives_the_same_from_every_loop(shard: int) -> None:
         counts += check(seed, variants, with_margins, play, nearly, replay=__file__)[1]
     assert counts["aborts"] > 0
     assert counts["prefix_hits"] > 0
-    assert _counts["tokens"] > 100
-    assert _counts["forks"] * 1000 < _counts["tokens"]
+    assert nearly.tokens > 50  # of 120 and more: a fork ends a comparison
+    assert nearly.forks <= 2
 
 
 # --- transformers ---------------------------------------------------------------------------
@@ -171,8 +179,6 @@ def hold_greedy(reference: PreTrainedModel, prompt: list[int], answer: list[int]
     logits = reference_logits(reference, prompt + answer)[len(prompt) - 1 : -1]
     chosen = logits.gather(1, torch.tensor(answer).unsqueeze(1)).squeeze(1)
     assert (logits.max(1).values - chosen < CLOSE).all()
-    # a fork would make the rest another story; at these seeds there is none
-    assert logits.argmax(1).tolist() == answer
 
 
 @pytest.mark.parametrize("loop", ["serial", "overlap"])
@@ -216,4 +222,4 @@ def test_smollm2_gives_transformers_greedy_tokens() -> None:
 
 
 if __name__ == "__main__":
-    replay(with_margins, play, nearly)
+    replay(with_margins, play, Nearly())

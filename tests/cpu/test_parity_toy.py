@@ -1,7 +1,8 @@
 """Promise 1 on the toy: 2,000 random workloads, every loop and device, the same for every client.
 
-Each is played by the serial loop on the plain cpu (the oracle), by the overlap loop there, and a
-share of them by both loops on the hostile device.  A failure prints one line that replays it.
+Each is played by the serial loop on the plain cpu (the oracle) and by a share's other one: the
+overlap loop there or on the hostile device, at depth 2, 3 or 4, or the serial loop on the hostile
+device.  A failure prints one line that replays it.
 """
 
 from __future__ import annotations

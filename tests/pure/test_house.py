@@ -40,6 +40,13 @@ def test_every_file_stands_in_a_room() -> None:
     assert rooms <= {*house.LADDER, house.FACE}
 
 
+def test_contributors_are_shown_the_rooms_there_are_in_the_order_of_the_ladder() -> None:
+    guide = (house.ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    shown = guide.partition("**The ladder.**")[2].split("```")[1].split()
+    rooms = {house.room_of(path.relative_to(house.PACKAGE)) for path in house.sources()}
+    assert shown == [room for room in house.LADDER if room in rooms]
+
+
 @pytest.mark.parametrize(
     ("file", "source", "complaint"),
     [

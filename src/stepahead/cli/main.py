@@ -6,6 +6,7 @@ Loads no verb before it is called, and no torch.
 from __future__ import annotations
 
 import inspect
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -58,7 +59,24 @@ for place, words in _VERBS.items():
 
 def main() -> None:
     """The console script."""
+    _open_streams()
     sys.exit(run_command(sys.argv[1:]))
+
+
+def _open_streams() -> None:
+    """Makes the standard streams fit to be used, whatever the caller left of them.
+
+    A closed one would be None, and its number that of the next file to be opened: what a library
+    tells on stderr would stand among the answers.  What an encoding does not know is replaced.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            opened = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115  (until the end)
+            os.set_inheritable(opened.fileno(), True)
+            setattr(sys, name, opened)
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def run_command(arguments: Sequence[str]) -> int:

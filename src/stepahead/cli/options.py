@@ -149,7 +149,8 @@ def open_model(
 
 def tell(line: str) -> None:
     """A line for people, on stderr."""
-    print(f"stepahead: {line}", file=sys.stderr)
+    if sys.stderr is not None:  # print would take stdout instead
+        print(f"stepahead: {line}", file=sys.stderr)
 
 
 def packaged_model() -> Path:

@@ -24,14 +24,14 @@ from stepahead.cli.options import (
     tell,
 )
 from stepahead.cli.tables import Summary, summary_table
-from stepahead.errors import ConfigError, EngineError, RequestError
+from stepahead.errors import ConfigError, EngineError, InvalidParameter, RequestError
 from stepahead.llm.collect import Collector, News
 from stepahead.llm.figures import RunTally
 from stepahead.llm.interrupt import Interruption
 from stepahead.llm.offline import LLM, count_news
 from stepahead.llm.progress import Bar
 from stepahead.llm.prompts import Prompt, read_chat, read_prompt
-from stepahead.types import params_from
+from stepahead.types import SamplingParams, params_from
 
 _MAX_TOKENS = 256
 _WINDOW_ROWS = 4  # requests in the engine, in steps' worth of rows
@@ -114,7 +114,7 @@ class Batch:
             line = next(lines, None)
             if line is None:
                 return
-            if line.error is None and line.id in self.answers.done:
+            if line.error is None and line.key in self.answers.done:
                 self.skipped += 1
                 continue
             fed += 1
@@ -126,12 +126,20 @@ class Batch:
     def _ask(self, line: Line) -> None:
         if line.error is not None:
             raise line.error
-        fields = dict(line.fields)
-        prompt = self._prompt(fields)
-        params = params_from(self._defaults | {"seed": self._seed(line)} | fields)
+        try:
+            prompt, params = self._read(line)
+        except RequestError:
+            raise
+        except Exception as error:  # of what nobody thought: it is this line's, the rest goes on
+            raise InvalidParameter(f"{type(error).__name__}: {error}", "line") from error
         rids = self._llm.engine.add(prompt.ids, params)
         self._lines[line.number] = line
         self._collector.open(line.number, prompt, params, rids)
+
+    def _read(self, line: Line) -> tuple[Prompt, SamplingParams]:
+        fields = dict(line.fields)
+        prompt = self._prompt(fields)
+        return prompt, params_from(self._defaults | {"seed": self._seed(line)} | fields)
 
     def _seed(self, line: Line) -> int:
         # of the line alone, so that a run that was resumed answers as one that was not

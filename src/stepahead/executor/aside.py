@@ -12,7 +12,7 @@ Job = Callable[[], None]
 class Aside:
     """A thread that does jobs one by one; started by the first, so unused it costs nothing.
 
-    One thread at a time puts.  `idle` lets it do the next job itself, in order, without a thread's hop.
+    One thread at a time puts.  `idle` lets it do the next job itself, in order, without a hop.
     """
 
     def __init__(self, name: str) -> None:

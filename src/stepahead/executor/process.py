@@ -5,6 +5,7 @@ Hands plans over and takes results back in order.  Knows no models and not what 
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections import deque
 from weakref import WeakMethod
@@ -65,6 +66,7 @@ class ProcessExecutor:
         self._channel, fds = open_channel()
         self._flights: deque[ProcessFlight] = deque()
         self._closed = False
+        self._owner = os.getpid()
         try:
             self._child = Child(fds, WeakMethod(self._channel.hang_up))
         except BaseException:
@@ -106,6 +108,8 @@ class ProcessExecutor:
         if self._closed:
             return
         self._closed = True
+        if os.getpid() != self._owner:
+            return  # a forked child's copy: the worker is its parent's, and lives on
         try:
             self._channel.send(Kind.CONTROL, encode_control(Control("shutdown")))
         except OSError:
@@ -117,7 +121,11 @@ class ProcessExecutor:
 
     def _await_runner(self, spec: RunnerSpec, builder: str, timeout_s: float) -> None:
         # pickle and not msgpack: the worker must see the very options an inline runner would
-        self._channel.send(Kind.START, pickle.dumps((builder, spec)))
+        start = pickle.dumps((builder, spec))
+        try:
+            self._channel.send(Kind.START, start)
+        except _GONE:
+            raise self._death() from None
         if not self._channel.wait(timeout_s):
             raise EngineError(
                 f"the runner was not built within {timeout_s:g} s; "

@@ -16,7 +16,8 @@ _EVERY_S = 0.2
 class Bar:
     """Counts, and draws at most five times a second; draws nothing when it is not `shown`.
 
-    `shown=None` draws when stderr is a terminal.  `total=None` when nobody knows.
+    `shown=None` draws when stderr is a terminal; a closed one has no bar.  `total=None` when nobody
+    knows.
     """
 
     def __init__(self, total: int | None, shown: bool | None, done: int = 0) -> None:
@@ -25,7 +26,7 @@ class Bar:
         self.tokens_out = 0
         self._total = total
         self._began_s = self._drawn_s = time.monotonic()
-        wanted = sys.stderr.isatty() if shown is None else shown
+        wanted = sys.stderr is not None and (sys.stderr.isatty() if shown is None else shown)
         self._progress: Progress | None = _progress() if wanted else None
 
     def __enter__(self) -> Bar:
