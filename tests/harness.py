@@ -12,6 +12,7 @@ replays one workload (with only the requests 0 and 2) against the serial loop on
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -78,6 +79,8 @@ def resolved(options: dict[str, Any], variant: Variant) -> Resolved:
             "debug": True,
         },
     )
+    if variant.loop == "batch-queue" and variant.depth:
+        config = dataclasses.replace(config, depth=variant.depth)
     facts = ModelFacts(options["vocab_size"], options["max_model_len"], (1,), 8)
     return resolve(config, facts, bytes_available=1 << 40)
 
@@ -139,6 +142,8 @@ def runner_spec(settled: Resolved) -> Any:
         page_size=config.page_size,
         max_pages=-(-length // config.page_size),
         eos_ids=settled.facts.eos_ids,
+        relay=config.relay,
+        depth=config.steps_ahead,
         check=True,
     )
 

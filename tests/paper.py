@@ -76,7 +76,9 @@ class PaperRunner:
             assert self._rows == sorted(set(self._rows)), "rows are not ascending"
         assert plan.tokens is None or len(plan.tokens) == len(self._rows)
         for i, slot in enumerate(self._rows):
-            token = self._take_relay(slot) if plan.tokens is None else int(plan.tokens[i])
+            token = self._take_relay(slot)
+            if plan.tokens is not None and plan.tokens[i] >= 0:
+                assert plan.tokens[i] == token, "the host brings another token than was sampled"
             self._write(slot, [token])
         for slot, start, count, _ in plan.chunk_table.tolist():
             owner = self.owners[slot]

@@ -106,6 +106,8 @@ def runner_spec(resolved: Resolved, parts: ModelParts) -> RunnerSpec:
         max_pages=limits_of(resolved).max_pages,
         eos_ids=resolved.facts.eos_ids,
         threads=config.threads,
+        relay=config.relay,
+        depth=config.steps_ahead,
         check=config.debug,
     )
 

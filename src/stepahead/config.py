@@ -14,14 +14,16 @@ from typing import Any
 from stepahead.errors import ConfigError, NotEnoughMemory
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "loop": ("serial", "overlap"),
+    "loop": ("serial", "overlap", "batch-queue"),
     "executor": ("inline", "process"),
     "device": ("cpu", "hostile"),
     "dtype": ("float32", "bfloat16"),
 }
-DEPTHS = {"serial": 1, "overlap": 2}
+# what a loop runs ahead if nothing is said; only the queue's depth can be chosen
+DEPTHS = {"serial": 1, "overlap": 2, "batch-queue": 2}
+MAX_DEPTH = 8
 # where the next step's input token comes from
-RELAYS = {"serial": "host", "overlap": "slot"}
+RELAYS = {"serial": "host", "overlap": "slot", "batch-queue": "row"}
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 MAX_ROWS = 1024
 
@@ -42,7 +44,9 @@ class EngineConfig:
     """All options of an engine; None means "settle it for me" and `resolve` says how it did.
 
     model            a Hugging Face folder, a .gguf file, or `toy` (the hash model of the tests)
-    loop             serial: the host looks after every step; overlap: one step later
+    loop             serial: the host looks after every step; overlap: one step later;
+                     batch-queue: when its queue of steps is full
+    depth            most steps launched and not yet retired, for batch-queue
     executor         inline: the runner in this thread; process: in its own process
     device           cpu, or hostile: a CPU that runs operations in any order the edges allow
     device_seed      the hostile device's order
@@ -61,6 +65,7 @@ class EngineConfig:
 
     model: str
     loop: str = "overlap"
+    depth: int | None = None
     executor: str = "process"
     device: str = "cpu"
     device_seed: int = 0
@@ -77,19 +82,19 @@ class EngineConfig:
     debug: bool = False
 
     @property
-    def depth(self) -> int:
+    def steps_ahead(self) -> int:
         """D: the most steps launched and not yet retired."""
-        return DEPTHS[self.loop]
+        return DEPTHS[self.loop] if self.depth is None else self.depth
 
     @property
     def relay(self) -> str:
-        """Where the next step's input token comes from: `host` or `slot`."""
+        """Where the next step's input token comes from: `host`, `slot` or `row`."""
         return RELAYS[self.loop]
 
     @property
     def num_slots(self) -> int:
         """Slots on the device: slot 0 is padding, and D-1 batches' worth are spare."""
-        return 1 + self.max_rows * self.depth
+        return 1 + self.max_rows * self.steps_ahead
 
 
 # what other engines call our fields
@@ -162,6 +167,7 @@ def _check_rest(config: EngineConfig) -> None:
         isinstance(gib, bool) or not isinstance(gib, (int, float)) or not 0 < gib < 1e6
     ):
         raise ConfigError(f"kv_memory_gb={gib!r}; give a positive number of GiB")
+    _check_depth(config)
     for name in ("seed", "device_seed"):
         value = getattr(config, name)
         if isinstance(value, bool) or not isinstance(value, int):
@@ -171,6 +177,20 @@ def _check_rest(config: EngineConfig) -> None:
             raise ConfigError(f"{name}={getattr(config, name)!r}; give true or false")
     if config.device == "hostile" and config.executor != "inline":
         raise ConfigError("device=hostile runs in this process only; use executor=inline")
+
+
+def _check_depth(config: EngineConfig) -> None:
+    depth, own = config.depth, DEPTHS[config.loop]
+    if depth is None:
+        return
+    if isinstance(depth, bool) or not isinstance(depth, int) or not 1 <= depth <= MAX_DEPTH:
+        raise ConfigError(f"depth={depth!r}; give a whole number up to {MAX_DEPTH}")
+    if config.loop != "batch-queue" and depth != own:
+        raise ConfigError(
+            f"depth={depth}, but loop={config.loop} has a depth of {own}; use loop=batch-queue"
+        )
+    if config.loop == "batch-queue" and depth < 2:
+        raise ConfigError("depth=1; batch-queue runs at least 2 deep, loop=serial has a depth of 1")
 
 
 @dataclass(frozen=True)
@@ -209,6 +229,7 @@ def resolve(
     settled = dataclasses.replace(
         config,
         max_model_len=length,
+        depth=config.steps_ahead,
         num_pages=pages,
         max_step_tokens=_settle_budget(config, reasons),
         threads=_settle_threads(config, reasons),

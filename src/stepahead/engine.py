@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from stepahead.config import EngineConfig, Resolved
 from stepahead.errors import EngineClosed, EngineError, InvalidParameter
 from stepahead.loop.base import Executor, LoopCore
+from stepahead.loop.batch_queue import batch_queue_step
 from stepahead.loop.overlap import overlap_step
 from stepahead.loop.serial import serial_step
 from stepahead.observe.books import Books, Stage
@@ -25,6 +26,7 @@ from stepahead.types import Finish, Outputs, Request, SamplingParams, as_prompt
 _STEPS: dict[str, Callable[[LoopCore], Outputs | None]] = {
     "serial": serial_step,
     "overlap": overlap_step,
+    "batch-queue": batch_queue_step,
 }
 _NO_RIDS = np.zeros(0, np.int64)
 _NO_TOKENS = np.zeros(0, np.int32)
@@ -40,7 +42,7 @@ def limits_of(resolved: Resolved) -> Limits:
         num_pages=resolved.pages,
         num_slots=config.num_slots,
         model_len=resolved.model_len,
-        from_host=config.relay == "host",
+        relay=config.relay,
         prefix_cache=config.prefix_cache,
         debug=config.debug,
     )
@@ -57,7 +59,7 @@ class Engine:
         self.books = Books()
         self._executor = executor
         config: EngineConfig = resolved.config
-        self._core = LoopCore(self.scheduler, executor, config.depth, self.books)
+        self._core = LoopCore(self.scheduler, executor, config.steps_ahead, self.books)
         self._step = partial(_STEPS[config.loop], self._core)
         self._ended: list[Finish] = []  # terminal messages that no step brought
         self._failure: EngineError | None = None

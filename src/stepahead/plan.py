@@ -45,7 +45,8 @@ class Plan(msgspec.Struct, frozen=True, array_like=True, eq=False):
 
     rows     int32[n]  slots that decode one position, ascending.  Sent only when they changed.
     same_rows          `rows` equals that of the plan before.
-    tokens   int32[n]  the rows' input tokens when they come from the host, else None (the relay).
+    tokens   int32[n]  the rows' input tokens that the host brings, -1 where the relay has them;
+                       None when it has all of them.
     chunks   int32[4c] flat (slot, start, count, samples): prompt positions start..start+count of
                        the slot; `samples` is 1 on a prompt's last chunk.
     grants   int32[3g] flat (slot, index, page): page-table entries that are new.

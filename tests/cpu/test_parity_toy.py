@@ -30,6 +30,9 @@ def variants(seed: int) -> list[Variant]:
         return [Variant("overlap", "hostile", seed)]
     if seed % 10 == 1:
         return [Variant("serial", "hostile", seed), Variant("overlap")]
+    if seed % 10 in (3, 4, 6):
+        depth = {3: 2, 4: 3, 6: 4}[seed % 10]
+        return [Variant("batch-queue", "hostile" if seed % 20 < 10 else "cpu", seed, depth)]
     if seed % 10 == 2:
         return [Variant("overlap", "hostile", seed, depth=4)]
     return [Variant("overlap", depth=seed % 10 // 9 * 3)]

@@ -12,6 +12,7 @@ import pytest
 from stepahead.config import (
     ALIASES,
     CHOICES,
+    MAX_DEPTH,
     MAX_ROWS,
     EngineConfig,
     ModelFacts,
@@ -28,6 +29,7 @@ NOT_COUNTS: list[Any] = [0, -1, 1.5, "2", True, NAN]
 
 BAD: dict[str, list[Any]] = {
     "loop": ["fast", None, 1],
+    "depth": [0, 1, -1, 2.0, "2", True, MAX_DEPTH + 1],
     "executor": ["thread", None],
     "device": ["cuda:99", None],
     "device_seed": ["1", 1.0, None, True],
@@ -90,11 +92,12 @@ def test_the_hostile_device_is_inline_only() -> None:
 
 
 @pytest.mark.parametrize(
-    ("loop", "depth", "relay"), [("serial", 1, "host"), ("overlap", 2, "slot")]
+    ("loop", "depth", "relay"),
+    [("serial", 1, "host"), ("overlap", 2, "slot"), ("batch-queue", 2, "row")],
 )
 def test_a_loop_has_its_depth_and_relay_and_spare_slots(loop: str, depth: int, relay: str) -> None:
     config = config_from("toy", {"loop": loop, "max_rows": 7})
-    assert (config.depth, config.relay) == (depth, relay)
+    assert (config.steps_ahead, config.relay) == (depth, relay)
     assert config.num_slots == 1 + 7 * depth
 
 

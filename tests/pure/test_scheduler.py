@@ -129,7 +129,7 @@ def test_steady_decoding_says_nothing_new() -> None:
 
 
 def test_without_a_relay_the_host_sends_the_tokens() -> None:
-    desk = Desk(from_host=True)
+    desk = Desk(relay="host")
     desk.add(0, [2, 3, 4])
     desk.launch()
     first = desk.land().tokens.tolist()
@@ -331,7 +331,9 @@ def test_a_flushed_cache_is_empty_and_balanced() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
 def test_the_youngest_yields_and_every_answer_is_whole(depth: int) -> None:
-    desk = Desk(num_pages=8, page_size=2, from_host=depth == 1, prefix_cache=False)
+    desk = Desk(
+        num_pages=8, page_size=2, relay="host" if depth == 1 else "slot", prefix_cache=False
+    )
     prompts = {rid: [2 + rid, 3, 4] for rid in range(3)}
     for rid, prompt in prompts.items():
         desk.add(rid, prompt, max_tokens=9)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from stepahead.model.batch import ChunkRow, StepInputs
 from stepahead.plan import Join, Plan
-from stepahead.runner.relay.slot import SlotRelay
+from stepahead.runner.relay import Relay
 from stepahead.runner.slots import SlotState
 
 
@@ -18,7 +19,7 @@ from stepahead.runner.slots import SlotState
 class StagedStep:
     """A plan's inputs on the device.
 
-    `rows_dev` int64[n] decode slots; `tokens_dev` int64[n] their inputs, or None for the relay's.
+    `rows_dev` int64[n] decode slots; `route`: where the relay finds their input tokens.
     `max_decode_len`: the longest decode row's context, this step's token included; 0 without rows.
     `slots_dev` int64[r]: the slots that are sampled for.
     `sampled_dev` int64[r]: which of the step's tokens they are sampled after, None for all of them.
@@ -28,7 +29,7 @@ class StagedStep:
     """
 
     rows_dev: Tensor
-    tokens_dev: Tensor | None
+    route: Any
     max_decode_len: int
     slots_dev: Tensor
     sampled_dev: Tensor | None = None
@@ -61,16 +62,12 @@ def chunk_rows(plan: Plan, num_rows: int) -> tuple[tuple[int, int, int, int], ..
     return tuple(rows)
 
 
-def build_inputs(
-    step: StagedStep, slots: SlotState, relay: SlotRelay, page_size: int
-) -> StepInputs:
+def build_inputs(step: StagedStep, slots: SlotState, relay: Relay, page_size: int) -> StepInputs:
     """Runs on the forward stream: resolves tokens, positions and cells from the slots' state."""
     rows = step.rows_dev
     n_decode = len(rows)
     lengths = slots.length_dev[rows]
-    ids = step.tokens_dev
-    if ids is None:
-        ids = relay.resolve(rows)
+    ids = relay.resolve(step.route)
     owner, positions = rows, lengths
     if step.chunk_tokens_dev is not None:
         token, slot, position = step.chunk_tokens_dev

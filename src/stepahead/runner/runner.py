@@ -24,6 +24,8 @@ from stepahead.runner.logprobs import (
     describe,
     describe_hidden,
 )
+from stepahead.runner.relay import Relay
+from stepahead.runner.relay.row import RowRelay
 from stepahead.runner.relay.slot import SlotRelay
 from stepahead.runner.sampler import SampleGroup, sample
 from stepahead.runner.slots import SlotState
@@ -129,7 +131,7 @@ class Runner:
         self._spec = spec
         self._kv = model.new_kv(spec.num_pages, spec.page_size)
         self._slots = SlotState(spec.num_slots, spec.max_pages)
-        self._relay = SlotRelay(spec.num_slots, spec.check)
+        self._relay = build_relay(spec)
         self._counts = PenaltyCounts(vocab_size)
         self._wishes = Wishes(spec.num_slots, spec.eos_ids)
         self._joins: dict[int, Join] = {}  # of the slots in use
@@ -232,9 +234,9 @@ class Runner:
     def _stage(self, plan: Plan) -> StagedStep:
         self._stage_rows(plan)
         rows, rows_dev, decode_len = self._rows, self._rows_dev, self._decode_len
-        tokens_dev = None if plan.tokens is None else self._upload(plan.tokens)
         if not len(plan.chunks):
-            return StagedStep(rows_dev, tokens_dev, decode_len, slots_dev=rows_dev)
+            route = self._relay.route(rows, rows_dev, rows, plan.tokens, self._upload)
+            return StagedStep(rows_dev, route, decode_len, slots_dev=rows_dev)
         table = plan.chunk_table
         chunks = chunk_rows(plan, len(rows))
         owners, lengths = table[:, 0], table[:, 1] + table[:, 2]
@@ -246,7 +248,7 @@ class Runner:
         both_dev = self._upload(np.stack([sampled, slots]))
         return StagedStep(
             rows_dev,
-            tokens_dev,
+            self._relay.route(rows, rows_dev, slots, plan.tokens, self._upload),
             decode_len,
             slots_dev=both_dev[1],
             sampled_dev=both_dev[0],
@@ -320,6 +322,7 @@ class Runner:
 
     def _sample(self, step: StagedStep, hidden: Tensor, group: SampleGroup, box: StepBox) -> Tensor:
         if not len(step.slots_dev):
+            self._relay.stash(step.slots_dev, step.slots_dev)  # nothing, but a step went by
             return step.slots_dev
         logits = self._model.logits(
             hidden if step.sampled_dev is None else hidden[step.sampled_dev]
@@ -333,3 +336,10 @@ class Runner:
             box.logprobs = describe(raw, tokens[wanted], group.logprob_width)
         self._relay.stash(step.slots_dev, tokens)
         return tokens
+
+
+def build_relay(spec: RunnerSpec) -> Relay:
+    """The relay that the spec names."""
+    if spec.relay == "row":
+        return RowRelay(spec.num_slots, spec.depth, spec.check)
+    return SlotRelay(spec.num_slots, spec.check)

@@ -16,6 +16,7 @@ class RunnerSpec:
     num_slots  slot 0 is padding; `num_pages` counts the padding page 0
     max_pages  page-table entries of a slot
     threads    torch threads
+    relay      slot, or row for a loop that runs `depth` steps ahead
     check      consume-once poison in the relay and other cheap traps
     """
 
@@ -29,4 +30,6 @@ class RunnerSpec:
     max_pages: int = 1
     eos_ids: tuple[int, ...] = ()
     threads: int = 1
+    relay: str = "slot"
+    depth: int = 2
     check: bool = False

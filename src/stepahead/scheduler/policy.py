@@ -13,8 +13,9 @@ from stepahead.scheduler.lifetime import Entry
 class Limits:
     """The sizes a scheduler works within.
 
-    `num_pages` counts the padding page; `num_slots` slot 0.  `from_host`: decode rows get their
-    input tokens from the host (the serial loop), not from a relay.
+    `num_pages` counts the padding page; `num_slots` slot 0.  `relay` is where decode rows get
+    their input tokens: `host` (the plan brings them all), `slot`, or `row` (the plan brings those
+    whose row has no sample in flight).
     """
 
     max_rows: int
@@ -23,7 +24,7 @@ class Limits:
     num_pages: int
     num_slots: int
     model_len: int
-    from_host: bool = False
+    relay: str = "slot"
     prefix_cache: bool = True
     debug: bool = False
 

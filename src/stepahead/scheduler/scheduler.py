@@ -138,12 +138,23 @@ class Scheduler:
         chunks, joins = self._prefill(self.limits.max_step_tokens - rows.count)
         if not rows.count and not chunks:
             return None
-        tokens = self.table.last[rows.at].copy() if self.limits.from_host else None
+        tokens = self._host_tokens(rows)
         ending = self._decode.advance(rows) if rows.count else ()
         table = np.array(chunks, np.int32).reshape(-1, 4)
         if chunks:
             ending += self._advance_chunks(table)
         return self._emit(rows, tokens, table, joins, grants, ending)
+
+    def _host_tokens(self, rows: RowSet) -> np.ndarray | None:
+        """Input tokens the plan must bring, int32[n], -1 for the relay's; None if it has all."""
+        if self.limits.relay == "slot" or not rows.count:
+            return None
+        table, at = self.table, rows.at
+        if self.limits.relay == "host":
+            return table.last[at].copy()
+        # a row without a sample in flight was left out for a while: the ring may not reach back
+        known = table.promised[at] == 0
+        return np.where(known, table.last[at], -1).astype(np.int32) if known.any() else None
 
     def _emit(
         self,

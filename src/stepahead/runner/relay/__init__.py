@@ -1,0 +1,35 @@
+"""How a sampled token reaches the next step without the host: by slot, or by row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+from torch import Tensor
+
+Upload = Callable[[np.ndarray], Tensor]
+
+
+class Relay(Protocol):
+    """`route` runs on the host at launch, step by step; the others on the forward stream."""
+
+    def route(
+        self,
+        rows: np.ndarray,
+        rows_dev: Tensor,
+        sampled: np.ndarray,
+        tokens: np.ndarray | None,
+        upload: Upload,
+    ) -> Any:
+        """Where the input tokens of a step will be that decodes slots `rows` int64[n], of which the
+        host brings `tokens` int32[n] (-1: not this one), and samples slots `sampled` int64[s]."""
+        ...
+
+    def resolve(self, route: Any) -> Tensor:
+        """The input tokens, int64[n]."""
+        ...
+
+    def stash(self, slots_dev: Tensor, tokens_dev: Tensor) -> None:
+        """Leaves the step's sampled tokens, int64[s], for later steps."""
+        ...

@@ -1,33 +1,61 @@
 """The relay by slot: a sampled token waits in its slot until the next step takes it.
 
-The host never sees it in between.  In check mode a token can be taken once: taking leaves poison,
-and poison that is taken is an error, so a step that reads a token nobody stashed is caught.
+The host never sees it in between, unless the plan brings the tokens (the serial loop).  In check
+mode a token can be taken once: taking leaves poison, and poison that is taken is an error, so a
+step that reads a token nobody stashed is caught.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import numpy as np
 import torch
 from torch import Tensor
+
+from stepahead.runner.relay import Upload
 
 POISON = -1
 
 
+@dataclass(frozen=True)
+class SlotRoute:
+    """Where the input tokens are: in slots `rows_dev` int64[n], or the host's `tokens_dev`."""
+
+    rows_dev: Tensor
+    tokens_dev: Tensor | None
+
+
 class SlotRelay:
-    """`tokens_dev` int64[num_slots]; all calls run on the forward stream."""
+    """`tokens_dev` int64[num_slots].  `route` runs on the host at launch; the others on the forward
+    stream."""
 
     def __init__(self, num_slots: int, check: bool) -> None:
         self.tokens_dev = torch.full((num_slots,), POISON, dtype=torch.int64)
         self._check = check
 
-    def stash(self, slots_dev: Tensor, tokens_dev: Tensor) -> None:
-        """Leaves each slot's new token."""
-        self.tokens_dev[slots_dev] = tokens_dev
+    def route(
+        self,
+        rows: np.ndarray,
+        rows_dev: Tensor,
+        sampled: np.ndarray,
+        tokens: np.ndarray | None,
+        upload: Upload,
+    ) -> SlotRoute:
+        """As in Relay; where the host brings tokens it brings all of them."""
+        return SlotRoute(rows_dev, None if tokens is None else upload(tokens))
 
-    def resolve(self, slots_dev: Tensor) -> Tensor:
-        """The tokens waiting in `slots_dev`, int64[n]."""
-        tokens = self.tokens_dev[slots_dev]
+    def resolve(self, route: SlotRoute) -> Tensor:
+        """The input tokens, int64[n]."""
+        if route.tokens_dev is not None:
+            return route.tokens_dev
+        tokens = self.tokens_dev[route.rows_dev]
         if self._check:
-            self.tokens_dev[slots_dev] = POISON
+            self.tokens_dev[route.rows_dev] = POISON
             if bool((tokens < 0).any()):
                 raise AssertionError("relay: a token was taken that no step had stashed")
         return tokens
+
+    def stash(self, slots_dev: Tensor, tokens_dev: Tensor) -> None:
+        """Leaves each slot's new token."""
+        self.tokens_dev[slots_dev] = tokens_dev
