@@ -13,6 +13,7 @@ TOY = "tests/cpu/test_parity_toy.py::test_every_client_hears_the_same[0]"
 CLOSED = "tests/cpu/test_closed_form.py::test_serial_gives_the_closed_form"
 TREE = "tests/pure/test_prefix.py::test_the_tree_is_its_model"
 HOSTILE = "tests/cpu/test_hostile.py::"
+ROW = "tests/cpu/test_relay_row.py::"
 RUNS = "tests/cpu/test_runner.py::"
 SAMPLER = "tests/cpu/test_sampler.py::"
 SCHEDULER = "tests/pure/test_scheduler.py::"
@@ -96,6 +97,38 @@ RUNNER = [
         "        self._relay.stash(step.slots_dev, tokens)\n",
         "        self._relay.stash(torch.arange(1, len(tokens) + 1), tokens)\n",
         TOY,
+    ),
+    Mutation(
+        "rows that moved take the tokens of their new places",
+        "one request's token read as another's",
+        "runner/relay/row.py",
+        "(age == 1).all() and (row == np.arange(len(rows))).all()",
+        "(age == 1).all()",
+        ROW + "test_rows_that_move_are_gathered",
+    ),
+    Mutation(
+        "a row's age is taken a step too young",
+        "the token of the step before last",
+        "runner/relay/row.py",
+        "newer[np.where(known, 1, age) - 1] + row",
+        "newer[np.where(known, 1, age) - 2] + row",
+        ROW + "test_a_row_is_found_by_its_age",
+    ),
+    Mutation(
+        "the ring is shorter than the steps ahead",
+        "a buffer used again before the last reader",
+        "runner/relay/row.py",
+        "        self._ring: deque[Tensor] = deque(maxlen=depth)\n",
+        "        self._ring: deque[Tensor] = deque(maxlen=depth - 2)\n",
+        ROW + "test_a_row_is_found_by_its_age",
+    ),
+    Mutation(
+        "the host brings no token to a row that was left out",
+        "a row whose token is in no buffer any more",
+        "scheduler/scheduler.py",
+        "        known = table.promised[at] == 0\n",
+        "        known = table.promised[at] < 0\n",
+        ROW + "test_short_of_pages_the_host_brings_tokens_and_the_slots_hold_none",
     ),
     Mutation(
         "a join's pages are not applied",

@@ -142,6 +142,8 @@ def test_a_tiny_llama_gives_the_same_from_every_loop(shard: int) -> None:
     for seed in range(shard * WORKLOADS, (shard + 1) * WORKLOADS):
         device = "hostile" if seed % 3 == 0 else "cpu"
         variants = [Variant("overlap", device, seed, depth=4 if seed % 5 == 4 else 0)]
+        if seed % 5 == 2:
+            variants = [Variant("batch-queue", device, seed, depth=3)]
         if seed % 5 == 1:
             variants.append(Variant("serial", "hostile", seed))
         counts += check(seed, variants, with_margins, play, nearly, replay=__file__)[1]

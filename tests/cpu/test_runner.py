@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -170,3 +171,20 @@ def test_a_long_prompt_is_scored_a_few_rows_at_a_time() -> None:
     ]
     assert (scored.slot, scored.start, scored.values.width) == (1, 1, 2)
     np.testing.assert_allclose(scored.values.chosen, right, atol=1e-5)
+
+
+@pytest.mark.parametrize("relay", ["slot", "row"])
+def test_a_step_that_samples_nothing_lets_tokens_be_found_after_it(relay: str) -> None:
+    # slot 1 has its first token in flight and is left out of a step that runs a middle chunk alone
+    spec = replace(SPEC, relay=relay, depth=3)
+    runner = Runner(ToyModel(32, 12), EagerDevice(), spec, 32)
+    middle = np.array([2, 0, 2, 0], np.int32)
+    plans = [
+        plan(0, [], joins=(join(1, [5, 6], [1, 2]),), prefill=[(1, 2)]),
+        Plan(1, NO_INTS, True, chunks=middle, joins=(join(2, [7, 8, 9], [4, 5]),)),
+        plan(2, [1]),
+    ]
+    found = [runner.launch(step).land().tokens.tolist() for step in plans]
+    first = int(logits_of(state_of(np.array([5, 6])), 32).argmax())
+    second = int(logits_of(state_of(np.array([5, 6, first])), 32).argmax())
+    assert found == [[first], [], [second]]

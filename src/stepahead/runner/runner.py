@@ -322,7 +322,6 @@ class Runner:
 
     def _sample(self, step: StagedStep, hidden: Tensor, group: SampleGroup, box: StepBox) -> Tensor:
         if not len(step.slots_dev):
-            self._relay.stash(step.slots_dev, step.slots_dev)  # nothing, but a step went by
             return step.slots_dev
         logits = self._model.logits(
             hidden if step.sampled_dev is None else hidden[step.sampled_dev]

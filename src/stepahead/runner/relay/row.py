@@ -87,7 +87,7 @@ class RowRelay:
         return torch.where(route.tokens_dev >= 0, route.tokens_dev, ring[route.index_dev])
 
     def stash(self, slots_dev: Tensor, tokens_dev: Tensor) -> None:
-        """Leaves a step's sampled rows; a step that samples none leaves an empty one."""
+        """Leaves a step's sampled rows; one that samples none need not, it has no rows to pass."""
         self._ring.appendleft(tokens_dev)
 
 
