@@ -60,6 +60,19 @@ def test_each_line_of_a_pipe_gets_a_line(
     assert answers[1] != answers[2]
 
 
+@pytest.mark.parametrize("encoding", ["utf-8:strict", "ascii:strict"])
+def test_bytes_that_are_no_text_are_replaced(folder: Path, encoding: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "stepahead", "chat", str(folder), *FLAGS],
+        env=os.environ | {"PYTHONPATH": str(SRC), "PYTHONIOENCODING": encoding},
+        input="fox é\n".encode() + b"\xff\xfe dog\ncat\n",
+        capture_output=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.count(b"\n") == 3
+
+
 def test_a_question_too_long_is_refused_and_forgotten(
     folder: Path, llama: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

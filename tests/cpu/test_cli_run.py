@@ -9,15 +9,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pytest
 
 from offline_makers import TOY_OPTIONS, tiny_llama, toy_flags
 from stepahead import LLM, SamplingParams
 from stepahead.cli.main import run_command
 from stepahead.model.toy import ToyModel
-
-if TYPE_CHECKING:
-    import pytest
+from stepahead.types import params_from
 
 SRC = Path(__file__).parents[2] / "src"
 
@@ -241,6 +241,79 @@ def test_input_and_output_may_not_be_one_file(
     assert run("toy", asked, asked, "--quiet") == 2
     assert "name another output" in capsys.readouterr().err
     assert asked.read_bytes() == before
+
+
+def test_a_pipe_is_read_once_and_gone_on_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, asked = tmp_path / "out.jsonl", [json.dumps(line) + "\n" for line in prompts(5)]
+    for count in (3, 5):
+        reader, writer = os.pipe()
+        os.write(writer, "".join(asked[:count]).encode())
+        os.close(writer)
+        assert run("toy", Path(f"/dev/fd/{reader}"), out, "--max-tokens", "3") == 0
+        os.close(reader)
+        assert sorted(by_id(read_answers(out))) == list(range(1, count + 1))
+    assert "2 answered, 0 failed, 3 were there already" in capsys.readouterr().err
+
+
+def test_what_nobody_thought_of_fails_its_line_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def bad_day(fields: dict[str, Any]) -> SamplingParams:
+        if fields.get("top_k") == 7:
+            raise ZeroDivisionError("a bad day")
+        return params_from(fields)
+
+    monkeypatch.setattr("stepahead.cli.run.params_from", bad_day)
+    asked = prompts(3)
+    asked[1]["top_k"] = 7
+    file, out = write_lines(tmp_path / "in.jsonl", asked), tmp_path / "out.jsonl"
+    assert run("toy", file, out, "--quiet") == 1
+    assert capsys.readouterr().err == "stepahead: line 2: ZeroDivisionError: a bad day\n"
+    answers = by_id(read_answers(out))
+    assert [number for number in (1, 2, 3) if "error" in answers[number]] == [2]
+
+
+@pytest.mark.parametrize("closed", [(2,), (0, 1, 2)])
+def test_closed_streams_lose_nothing(tmp_path: Path, closed: tuple[int, ...]) -> None:
+    """Their numbers would be the next files', so what is told on stderr would be in the answers."""
+    asked, out = write_lines(tmp_path / "in.jsonl", [*prompts(3), "broken"]), tmp_path / "out.jsonl"
+    command = ["run", "toy", "--input", str(asked), "--output", str(out)]
+    program = "; ".join(f"os.close({fd})" for fd in closed)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            f"import os, sys; {program}; os.execv(sys.executable, sys.argv[1:])",
+            *[sys.executable, "-m", "stepahead", *command, *toy_flags(executor="process")],
+        ],
+        env=os.environ | {"PYTHONPATH": str(SRC)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
+    answers = by_id(read_answers(out))
+    assert [number for number in (1, 2, 3, 4) if "error" in answers[number]] == [4]
+
+
+@pytest.mark.parametrize("name", ["/dev/full", "/dev/stdout", "pipe"])
+def test_an_output_that_is_no_file_is_misuse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    asked = write_lines(tmp_path / "in.jsonl", prompts(1))
+    child = subprocess.run(
+        [sys.executable, "-m", "stepahead", "run", "toy", "--input", asked, "--output", name],
+        env=os.environ | {"PYTHONPATH": str(SRC)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert child.returncode == 2
+    assert f"--output {name} is no regular file" in child.stderr
 
 
 def test_an_output_of_something_else_is_left_alone(

@@ -20,6 +20,7 @@ import pytest
 import closed_form
 from offline_makers import TOY_OPTIONS, tiny_llama
 from stepahead import LLM, RequestOutput, SamplingParams
+from stepahead.cli.options import tell
 from stepahead.errors import (
     ConfigError,
     EngineClosed,
@@ -242,6 +243,17 @@ def test_the_prefix_cache_and_the_clock_are_told() -> None:
     assert began_s <= metrics.arrival_s <= metrics.first_token_s <= metrics.finished_s
 
 
+def test_without_stderr_there_is_no_progress_and_nothing_else_changes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stderr", None)
+    with toy() as llm:
+        for shown in (None, True):
+            assert llm.generate([[3]], SamplingParams(max_tokens=2), use_tqdm=shown)[0].finished
+    tell("a line for people")
+    assert capsys.readouterr().out == ""
+
+
 def test_a_progress_bar_is_drawn_on_stderr_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
     with toy() as llm:
         llm.generate(prompts(3), SamplingParams(max_tokens=2))
@@ -270,6 +282,10 @@ BAD_PROMPTS: list[tuple[Any, type[RequestError], str, str]] = [
     ({"text": "x"}, InvalidParameter, "text", "'text'"),
     ({"prompt": 3}, InvalidParameter, "prompt", "must be text"),
     ({"prompt_token_ids": "abc"}, InvalidParameter, "prompt_token_ids", "must be token ids"),
+    ({"prompt_token_ids": [3], "prompt": 5}, InvalidParameter, "prompt", "must be text"),
+    ([5, True], InvalidParameter, "prompt", "true or false"),
+    ([5, np.True_], InvalidParameter, "prompt", "true or false"),
+    (np.ones((2, 3), int), InvalidParameter, "prompt", "not an array of shape (2, 3)"),
     ("words", InvalidParameter, "prompt", "toy model has no tokenizer"),
     ([3] * 256, PromptTooLong, "prompt", "256 tokens; the model takes 256"),
 ]
@@ -353,6 +369,9 @@ def test_params_must_match_the_prompts() -> None:
             llm.generate([[3], [4], [5]], [SamplingParams()] * 2)
         with pytest.raises(InvalidParameter, match=r"sampling_params\[0\] is a dict"):
             llm.generate([[3]], [{"n": 1}])
+        for given in (5, {"n": 1}):
+            with pytest.raises(InvalidParameter, match="must be SamplingParams or a list of them"):
+                llm.generate([[3]], given)
         with pytest.raises(InvalidParameter, match="prompts must be"):
             llm.generate(7)
         at_rest(llm)
@@ -372,6 +391,24 @@ def test_bad_messages_are_named_and_nothing_runs(llama: LLM, messages: Any) -> N
         llama.chat([MESSAGES, messages])
     assert caught.value.param == "messages"
     at_rest(llama)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{"messages": []}, {"add_generation_prompt": False}, {"special_tokens": {}}, {3: 4}, 5, "ab"],
+)
+def test_variables_that_templates_get_otherwise_are_refused(llama: LLM, variables: Any) -> None:
+    with pytest.raises(InvalidParameter, match="chat_template_kwargs m") as caught:
+        llama.chat(MESSAGES, chat_template_kwargs=variables)
+    assert caught.value.param == "chat_template_kwargs"
+
+
+def test_variables_may_have_our_parameters_names(tmp_path: Path) -> None:
+    template = "{{ template }}{{ texts }}{{ self_name }}"
+    names = {"template": "fox", "texts": "dog", "self_name": "owl"}
+    with LLM(tiny_llama(tmp_path), chat_template=template, executor="inline", threads=1) as llm:
+        output = llm.chat(MESSAGES, SamplingParams(max_tokens=1), chat_template_kwargs=names)[0]
+    assert output.prompt == "foxdogowl"
 
 
 @pytest.mark.parametrize(
@@ -405,6 +442,8 @@ def test_a_pool_that_does_not_fit_is_refused() -> None:
 def test_files_that_cannot_be_used_are_named(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(WeightError, match=r"/no/such/model"):
         LLM("/no/such/model")
+    with pytest.raises(WeightError, match="xxx: no such file or folder"):
+        LLM("x" * 5000)
     (tmp_path / "notes.txt").write_text("hello", encoding="utf-8")
     with pytest.raises(UnsupportedModel, match=r"notes\.txt"):
         LLM(tmp_path / "notes.txt")

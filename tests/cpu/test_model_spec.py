@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +178,9 @@ def test_not_json(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text('{"eos_token_id": 2')
     with pytest.raises(WeightError, match=f"{name}: not JSON"):
         read_spec(tmp_path)
+    (tmp_path / name).write_text('{"a":' * 100_000)
+    with pytest.raises(WeightError, match=f"{name}: not JSON"):
+        read_spec(tmp_path)
 
 
 def test_no_such_files(tmp_path: Path) -> None:
@@ -184,6 +190,8 @@ def test_no_such_files(tmp_path: Path) -> None:
         read_spec(tmp_path / "nowhere")
     with pytest.raises(WeightError, match=r"none\.gguf: can't be read: No such file"):
         read_spec(tmp_path / "none.gguf")
+    with pytest.raises(WeightError, match="xxx: no such file or folder"):
+        read_spec("x" * 5000)
     (tmp_path / "model.bin").write_bytes(b"x")
     with pytest.raises(UnsupportedModel, match=r"model\.bin: neither a folder nor a \.gguf"):
         read_spec(tmp_path / "model.bin")
@@ -313,3 +321,41 @@ def test_damaged_gguf_is_never_another_error(tmp_path: Path) -> None:
         except ModelError:
             refused += 1
     assert refused > 50
+
+
+U32, STRING, ARRAY = 4, 8, 9
+BEHIND_BYTES = 1 << 26  # zeros, which are names, keys and strings of no length
+
+
+def header(tensors: int, values: int, rest: bytes) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", 3, tensors, values) + rest
+
+
+def named(name: bytes) -> bytes:
+    return struct.pack("<Q", len(name)) + name
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        header(1, 1 << 62, b""),
+        header(1, BEHIND_BYTES // 16, b""),
+        header(1 << 60, 0, b""),
+        header(BEHIND_BYTES // 32, 0, b""),
+        header(1, 0, named(b"t") + struct.pack("<I", 1 << 22)),
+        header(1, 1, named(b"k") + struct.pack("<IIQ", ARRAY, STRING, BEHIND_BYTES // 9)),
+        header(1, 1, named(b"k") + struct.pack("<IIQ", ARRAY, 0, BEHIND_BYTES // 2)),
+        header(1, 1, named(b"k") + struct.pack("<IIQ", ARRAY, ARRAY, BEHIND_BYTES // 13)),
+        header(1, 1, named(b"k") + struct.pack("<I", ARRAY) + struct.pack("<IQ", 9, 1) * 100_000),
+        header(1, 2, (named(b"k") + struct.pack("<II", U32, 7)) * 2),
+        header(2, 0, (named(b"t") + struct.pack("<IQIQ", 1, 1, 0, 0)) * 2),
+    ],
+)
+def test_damaged_counts_cost_no_walk_through_the_file(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "damaged.gguf"
+    path.write_bytes(content)
+    os.truncate(path, BEHIND_BYTES)
+    began_s = time.thread_time()
+    with pytest.raises(WeightError, match=r"damaged\.gguf"):
+        read_spec(path)
+    assert time.thread_time() - began_s < 0.3  # 2 to 8 s as it was

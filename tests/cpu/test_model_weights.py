@@ -139,7 +139,39 @@ def test_cut_off_shard(sharded: Path) -> None:
     assert f"{file}: cut off: tensor '" in refusal(sharded)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"weight_map": []}', '{"weight_map": {"a": 1}}'])
+@pytest.mark.parametrize("places", ["[[[0, 1]]]", '["a", "b"]', "[0, null]", "5"])
+def test_header_whose_offsets_are_none(folder: Path, places: str) -> None:
+    header = f'{{"a": {{"dtype": "F32", "shape": [1], "data_offsets": {places}}}}}'.encode()
+    (folder / WEIGHTS).write_bytes(len(header).to_bytes(8, "little") + header)
+    assert f"{folder / WEIGHTS}: " in refusal(folder)
+
+
+def test_header_that_nests_deeply(folder: Path) -> None:
+    header = b'{"a":' * 100_000
+    (folder / WEIGHTS).write_bytes(len(header).to_bytes(8, "little") + header)
+    assert f"{folder / WEIGHTS}: " in refusal(folder)
+
+
+def test_a_folder_where_the_weights_should_be(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    (folder / WEIGHTS).mkdir()
+    assert f"{folder / WEIGHTS}: missing; expected with all tensors" in refusal(folder)
+
+
+@pytest.mark.parametrize("home", [".", "x" * 5000])
+def test_index_that_names_no_file(home: str, sharded: Path) -> None:
+    (sharded / INDEX).write_text(json.dumps({"weight_map": {UP: home}}))
+    assert f"missing; expected with tensor '{UP}'" in refusal(sharded)
+
+
+def test_a_folder_where_the_index_should_be(folder: Path) -> None:
+    (folder / INDEX).mkdir()
+    assert f"{folder / INDEX}: no index of tensors" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[]", '{"weight_map": []}', '{"weight_map": {"a": 1}}', "[" * 100_000]
+)
 def test_index_that_is_none(content: str, sharded: Path) -> None:
     (sharded / INDEX).write_text(content)
     assert f"{sharded / INDEX}: no index of tensors" in refusal(sharded)

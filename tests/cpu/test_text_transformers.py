@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import unicodedata
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tokenizers
+import torch
 import transformers
 from tokenizers import pre_tokenizers
 
 import text_makers as makers
+from offline_makers import tiny_llama
+from stepahead import LLM, SamplingParams
 from stepahead.text import Tokenizer, render_chat
 
 # whitespace before digits: see `test_the_real_gguf_...`
@@ -221,6 +225,33 @@ def test_templates_are_rendered_as_transformers_does(
                 special_tokens={"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"},
                 **variables,
             )
+
+
+# --- where an answer ends
+
+
+@pytest.mark.parametrize("least", [0, 4])
+def test_ends_that_are_no_tokens_end_nothing(tmp_path: Path, least: int) -> None:
+    """Below zero they would be indices from the end: of another token's logits, or of none's."""
+    folder = tiny_llama(tmp_path)
+    options = {"executor": "inline", "threads": 1, "max_rows": 1}
+    greedy = SamplingParams(temperature=0.0, max_tokens=9, min_tokens=least, ignore_eos=True)
+    with LLM(folder, **options) as llm:
+        free = llm.generate([[5, 6]], greedy)[0].outputs[0].token_ids
+    ends = [-5000, -1, 10**6, free[5]]
+    said = json.dumps({"eos_token_id": ends, "pad_token_id": 0})
+    (folder / "generation_config.json").write_text(said, encoding="utf-8")
+    with LLM(folder, **options) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=9, min_tokens=least)
+        ours = llm.generate([[5, 6]], params)[0].outputs[0]
+        assert set(llm.resolved.facts.eos_ids) == {2, free[5]}
+    hf = transformers.LlamaForCausalLM.from_pretrained(folder).eval()
+    hf.generation_config.eos_token_id = ends
+    asked = torch.tensor([[5, 6]])
+    wanted = {"do_sample": False, "max_new_tokens": 9, "min_new_tokens": least}
+    theirs_ids = hf.generate(asked, attention_mask=torch.ones_like(asked), **wanted)[0, 2:]
+    assert ours.token_ids == theirs_ids.tolist() == free[:6]
+    assert ours.finish_reason == "stop"
 
 
 # --- GGUF files of other pre-tokenizers

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from stepahead.cli.jsonl import AnswerFile, BadAnswers, count_lines, failed, read_lines
-from stepahead.errors import InvalidParameter
+from stepahead.cli import jsonl
+from stepahead.cli.jsonl import (
+    AnswerFile,
+    BadAnswers,
+    answered,
+    count_lines,
+    failed,
+    read_lines,
+)
+from stepahead.errors import ConfigError, InvalidParameter
+from stepahead.types import CompletionOutput, RequestOutput
 
 
 def write(path: Path, data: bytes) -> Path:
@@ -51,10 +61,59 @@ def test_each_line_says_what_it_asks_or_what_is_wrong(tmp_path: Path) -> None:
     assert next(line.id for line in lines if line.number == 7) == "y"
 
 
-def test_an_id_that_another_line_has_by_its_number_is_refused(tmp_path: Path) -> None:
-    lines = list(read_lines(write(tmp_path / "in", b'{"id": 2, "prompt": "a"}\n{"prompt": "b"}')))
-    assert lines[0].error is None
-    assert "the id 2" in str(lines[1].error)
+def test_an_id_is_no_lines_number(tmp_path: Path) -> None:
+    """A line without an id is never called a duplicate, nor found by the answer of an id."""
+    file = write(
+        tmp_path / "in",
+        b'{"id": 2, "prompt": ""}\n{"prompt": ""}\n{"prompt": ""}\n{"id": 3, "prompt": ""}\n'
+        b'{"id": 5, "prompt": ""}\n{"prompt": ""}\n',
+    )
+    lines = list(read_lines(file))
+    assert [(line.id, line.error) for line in lines] == [(i, None) for i in (2, 2, 3, 3, 5, 6)]
+    for told in ([0, 2, 4], [1, 3, 5]):
+        path = tmp_path / f"out{told[0]}"
+        output = RequestOutput("0", None, [5], [CompletionOutput(0, "x", [6])])
+        with AnswerFile(path) as answers:
+            for place in told:
+                answers.write(answered(lines[place], output))
+        with AnswerFile(path) as answers:
+            found = [place for place, line in enumerate(lines) if line.key in answers.done]
+        assert found == told
+
+
+def test_lines_that_nest_or_never_end_fail_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jsonl, "_LINE_BYTES", 300_000)
+    file = write(
+        tmp_path / "in",
+        b"\n".join(
+            [
+                b'{"prompt_token_ids": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+                b'{"a":' * 40_000 + b"1" + b"}" * 40_000,
+                b'{"prompt": "' + b"x" * 5_000_000 + b'"}',
+                b'{"prompt": "' + b"x" * 200_000 + b'"}',
+                b'{"prompt": "' + b"x" * 300_000,
+            ]
+        ),
+    )
+    lines = list(read_lines(file))
+    deep, long = "nested too deeply", "longer than 300,000 bytes"
+    told = [str(line.error) if line.error else None for line in lines]
+    assert told == [deep, deep, long, None, long]
+    assert [line.number for line in lines] == [1, 2, 3, 4, 5]
+
+
+def test_a_pipe_is_not_counted_and_keeps_its_lines(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.write(writer, b'{"prompt": "a"}\n{"prompt": "b"}\n')
+    os.close(writer)
+    pipe = Path(f"/dev/fd/{reader}")
+    assert count_lines(pipe) is None
+    assert [line.fields["prompt"] for line in read_lines(pipe)] == ["a", "b"]
+    os.close(reader)
+    with pytest.raises(IsADirectoryError):
+        count_lines(tmp_path)
 
 
 def test_a_broken_lines_number_is_nobodys_id(tmp_path: Path) -> None:
@@ -111,8 +170,90 @@ def test_lines_that_failed_are_taken_out_to_be_tried_again(tmp_path: Path) -> No
     assert sorted(file.name for file in tmp_path.iterdir()) == ["in", "out.jsonl"]
 
 
+UNNAMED = b'{"line":1,"id":1,"text":"x"}\n'
+
+
+@pytest.mark.parametrize("whole", [WHOLE, UNNAMED])
+def test_a_first_line_is_cut_off_only_when_it_is_known_for_ours(
+    tmp_path: Path, whole: bytes
+) -> None:
+    for cut in range(1, len(whole)):
+        data = whole[:cut]
+        path = write(tmp_path / "out.jsonl", data)
+        if b'"text":' in data:
+            with AnswerFile(path) as answers:
+                assert answers.done == set()
+            assert path.read_bytes() == b""
+        else:
+            with pytest.raises(BadAnswers, match="line 1 is no answer"):
+                AnswerFile(path)
+            assert path.read_bytes() == data
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "link.jsonl"])
+def test_dropping_failed_lines_touches_nothing_else(tmp_path: Path, name: str) -> None:
+    """Not the link to the file, its mode, or files that happen to have a name we could take."""
+    home = tmp_path / "home"
+    home.mkdir()
+    path = write(home / "out.jsonl", b'{"id":"b","line":2,"error":{}}\n' + WHOLE)
+    path.chmod(0o640)
+    (home / "link.jsonl").symlink_to("out.jsonl")
+    others = [write(home / f"{part}.part", b"mine") for part in ("out.jsonl", "link.jsonl")]
+    with AnswerFile(home / name) as answers:
+        answers.write({"id": 7, "line": 2, "text": "yy"})
+    assert path.read_bytes() == WHOLE + SECOND
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert (home / "link.jsonl").is_symlink()
+    assert [other.read_bytes() for other in others] == [b"mine"] * 2
+    assert len(list(home.iterdir())) == 4
+
+
+@pytest.mark.parametrize("name", ["/dev/full", "/dev/null", ".", "fifo"])
+def test_only_a_regular_file_is_an_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("fifo")
+    with pytest.raises(ConfigError, match=f"{name} is no regular file"):
+        AnswerFile(Path(name))
+
+
+@pytest.mark.parametrize("before", [b"", WHOLE, b'{"id":"b","line":2,"error":{}}\n'])
+def test_two_runs_may_not_have_one_output(tmp_path: Path, before: bytes) -> None:
+    path = write(tmp_path / "out.jsonl", before)
+    with AnswerFile(path), pytest.raises(BadAnswers, match=r"out\.jsonl: another run is writing"):
+        AnswerFile(path)
+    with AnswerFile(path):
+        pass
+
+
+def test_a_file_of_one_endless_line_is_refused_by_its_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jsonl, "_ANSWER_BYTES", 1000)
+    long = WHOLE.replace(b"x", b"x" * 2000)
+    for data in (bytes(5000), long, long[:-1]):
+        path = write(tmp_path / "out.jsonl", data)
+        with pytest.raises(BadAnswers, match="line 1 is no answer"):
+            AnswerFile(path)
+        assert path.read_bytes() == data
+
+
 @pytest.mark.parametrize(
-    "data", [b"my diary", b"my diary\n", b'{"prompt": "a"}\n', WHOLE + b"3\n" + SECOND, b"{}\n{}"]
+    "data",
+    [
+        b"my diary",
+        b"my diary\n",
+        b'{"prompt": "a"}\n',
+        WHOLE + b"3\n" + SECOND,
+        b"{}\n{}",
+        b"{",
+        b'{"id": 1, "prompt": "precious"}',
+        b'{"id":1,"prompt":"precious","line":3}',
+        b'{"id":1,"line":1,"prompt":"precious"}\n',
+        WHOLE + b'{"id":1,"prompt":"precious","line":3}',
+        b'{"id":' * 50_000 + b"1" + b"}" * 50_000 + b"\n",
+    ],
 )
 def test_a_file_of_something_else_is_left_alone(tmp_path: Path, data: bytes) -> None:
     path = write(tmp_path / "out.jsonl", data)

@@ -150,6 +150,7 @@ def test_a_folder_with_nothing_but_the_tokenizer(tmp_path: Path) -> None:
             (0,),
         ),
         ({"tokenizer_config": {"eos_token": "not in the vocabulary"}}, ()),
+        ({"tokenizer_config": {"eos_token": "\ud800"}}, ()),  # no text at all
     ],
 )
 def test_where_the_ends_come_from(
@@ -225,6 +226,10 @@ def test_where_the_chat_template_comes_from(
         ("special_tokens_map.json", b"\xff"),
         ("generation_config.json", b"{'eos': 1}"),
         ("chat_template.jinja", b"\xff"),
+        ("tokenizer_config.json", b"[" * 100_000),
+        ("special_tokens_map.json", b'{"a":' * 100_000),
+        ("tokenizer_config.json", b'{"additional_special_tokens": 5}'),
+        ("tokenizer_config.json", b'{"extra_special_tokens": "<a>"}'),
     ],
 )
 def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: bytes) -> None:
@@ -232,6 +237,18 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: bytes) -> N
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ModelError, match=name.replace(".", r"\.")):
         Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("entry", ["D", None, 5, {"name": "default"}, {"name": [], "template": ""}])
+def test_a_list_of_chat_templates_that_is_none_is_refused(tmp_path: Path, entry: object) -> None:
+    good = {"name": "default", "template": "D"}
+    with pytest.raises(ModelError, match=r"tokenizer_config\.json: chat_template is a list, but"):
+        load(tmp_path, tokenizer_config={"chat_template": [good, entry]})
+
+
+def test_a_name_too_long_for_a_file_is_no_file() -> None:
+    with pytest.raises(ModelError, match="xxx does not exist"):
+        Tokenizer.load("x" * 5000)
 
 
 def test_a_cut_off_tokenizer_json_is_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import time
 from pathlib import Path
@@ -133,6 +134,28 @@ def test_damaged_metadata_is_refused_before_memory_is_asked_for(tmp_path: Path) 
         path.write_bytes(head + tail)
         with pytest.raises(ModelError, match=complaint):
             read_metadata(path)
+
+
+@pytest.mark.parametrize(
+    ("count", "rest"),
+    [
+        (1 << 62, b""),
+        (1 << 22, b""),
+        (1, struct.pack("<Q", 1) + b"k" + struct.pack("<IIQ", 9, 8, 7_000_000)),
+        (1, struct.pack("<Q", 1) + b"k" + struct.pack("<IIQ", 9, 0, 60_000_000)),
+        (2, (struct.pack("<Q", 1) + b"k" + struct.pack("<II", 4, 7)) * 2),
+    ],
+)
+def test_damaged_counts_cost_no_walk_through_the_file(
+    tmp_path: Path, count: int, rest: bytes
+) -> None:
+    path = tmp_path / "damaged.gguf"
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, count) + rest)
+    os.truncate(path, 1 << 26)  # zeros behind it: keys and strings of no length
+    began_s = time.thread_time()
+    with pytest.raises(ModelError, match=r"damaged\.gguf"):
+        read_metadata(path)
+    assert time.thread_time() - began_s < 0.3
 
 
 def test_a_folder_where_a_file_should_be_and_nothing_at_all(tmp_path: Path) -> None:

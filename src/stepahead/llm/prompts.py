@@ -87,7 +87,7 @@ def _read_mapping(prompt: Mapping[str, Any], texts: Texts) -> Prompt:
 
 
 def template_variables(given: Any) -> dict[str, Any]:
-    """`chat_template_kwargs` as a dict; InvalidParameter if they are none, or not for them to say."""
+    """`chat_template_kwargs` as a dict; InvalidParameter if they can't be that."""
     if given is None:
         return {}
     if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):

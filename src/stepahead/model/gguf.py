@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -27,6 +27,12 @@ from stepahead.errors import UnsupportedModel, WeightError
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
+# A damaged count must not make us walk the whole file: the fewest bytes of an entry, the most
+# dimensions that ggml has, and more items than any vocabulary's lists.
+_VALUE_BYTES = 8 + 4 + 1
+_TENSOR_BYTES = 8 + 4 + 4 + 8
+_MOST_DIMS = 4
+_MOST_ITEMS = 1 << 22
 _LENGTH = struct.Struct("<Q")
 _SCALARS = {
     GGUFValueType.UINT8: "B",
@@ -121,6 +127,27 @@ class _Cursor:
         self.offset = end
         return taken
 
+    def count(self, what: str, least_bytes: int, most: int | None = None) -> int:
+        """How many of `what` follow, of at least so many bytes each."""
+        count = self.scalar("Q")
+        left = (self.size_bytes - self.offset) // least_bytes
+        if count > left or (most is not None and count > most):
+            raise WeightError(
+                f"{self.path}: cut off or damaged: {count} {what} at byte {self.offset}, of "
+                f"{self.size_bytes} in the file; download it again"
+            )
+        return count
+
+    def name(self, what: str, known: Container[str]) -> str:
+        """A name that none of `known` has: zeros would be read as the empty one, over and over."""
+        name = self.text()
+        if not name or name in known:
+            raise WeightError(
+                f"{self.path}: {what} '{name}' is there twice or has no name, at byte "
+                f"{self.offset}; the file is damaged, download it again"
+            )
+        return name
+
     def scalar(self, code: str) -> Any:
         return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
 
@@ -143,14 +170,18 @@ class _Cursor:
         return self.scalar(_SCALARS[value_type])
 
     def array(self) -> list[Any]:
-        item_type, count = self.scalar("I"), self.scalar("Q")
+        item_type = self.scalar("I")
         if item_type == GGUFValueType.STRING:
-            return [self.text() for _ in range(count)]
-        code = _SCALARS.get(item_type)
-        if code is not None:
-            data = self.take(count * struct.calcsize("<" + code))
-            return list(struct.unpack(f"<{count}{code}", data))
-        return [self.value(item_type) for _ in range(count)]
+            return [self.text() for _ in range(self.count("strings", 8, _MOST_ITEMS))]
+        if item_type not in _SCALARS:
+            raise WeightError(
+                f"{self.path}: a list of type {item_type} at byte {self.offset}; the file is "
+                "damaged or newer than this reader"
+            )
+        code = _SCALARS[item_type]
+        item_bytes = struct.calcsize("<" + code)
+        count = self.count("numbers", item_bytes, _MOST_ITEMS)
+        return list(struct.unpack(f"<{count}{code}", self.take(count * item_bytes)))
 
 
 def _read_header(path: Path, cursor: _Cursor) -> GGUFFile:
@@ -161,10 +192,10 @@ def _read_header(path: Path, cursor: _Cursor) -> GGUFFile:
             f"{path}: GGUF version {version}{swapped} is not one of {_VERSIONS}; convert the model "
             "again with a current llama.cpp"
         )
-    tensor_count, value_count = cursor.scalar("Q"), cursor.scalar("Q")
+    tensor_count = cursor.count("tensors", _TENSOR_BYTES)
     metadata: dict[str, Any] = {}
-    for _ in range(value_count):
-        key = cursor.text()
+    for _ in range(cursor.count("metadata keys", _VALUE_BYTES)):
+        key = cursor.name("metadata key", metadata)
         metadata[key] = cursor.value(cursor.scalar("I"))
     listed = list(_tensor_entries(cursor, tensor_count))
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
@@ -177,9 +208,17 @@ def _read_header(path: Path, cursor: _Cursor) -> GGUFFile:
 
 def _tensor_entries(cursor: _Cursor, count: int) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
     """(name, shape with rows first, type number, offset in the data part) of every tensor."""
+    names: set[str] = set()
     for _ in range(count):
-        name = cursor.text()
-        dims = tuple(cursor.scalar("Q") for _ in range(cursor.scalar("I")))
+        name = cursor.name("tensor", names)
+        names.add(name)
+        n_dims = cursor.scalar("I")
+        if n_dims > _MOST_DIMS:
+            raise WeightError(
+                f"{cursor.path}: tensor '{name}' has {n_dims} dimensions, at most {_MOST_DIMS} are "
+                "known; the file is damaged, download it again"
+            )
+        dims = tuple(cursor.scalar("Q") for _ in range(n_dims))
         yield name, dims[::-1], cursor.scalar("I"), cursor.scalar("Q")
 
 

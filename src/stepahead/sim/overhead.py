@@ -1,9 +1,9 @@
 """What the whole engine adds around a model that costs next to nothing.
 
 Regime: a Llama of one layer, hidden size 64, two heads, one KV head, vocabulary 1,024, random
-weights, float32, eager, a thread for each core; token ids in and out; the process executor; batch 1, 32 and 256
-decoding greedily from prompts of 16 to 31 tokens.  The figure is the mean wall time of 100 steady
-decode steps, forward included; the median of runs, loops alternating.
+weights, float32, eager, a thread for each core; token ids in and out; the process executor; batch
+1, 32 and 256 decoding greedily from prompts of 16 to 31 tokens.  The figure is the mean wall time
+of 100 steady decode steps, forward included; the median of runs, loops alternating.
 """
 
 from __future__ import annotations

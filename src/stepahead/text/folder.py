@@ -82,21 +82,26 @@ def _with_map(config: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _content(token: object) -> str | None:
-    """The text of a token, which files spell as a string or as an object."""
+    """The text of a token, which files spell as a string or as an object; None if it is no text."""
     text = token.get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) else None
+    if not isinstance(text, str) or text.encode("utf-8", "ignore").decode() != text:
+        return None  # JSON can say half of a surrogate pair, which no vocabulary has
+    return text
 
 
 def _extra_tokens(config: Mapping[str, Any], folder: Path) -> list[str]:
     entries: list[object] = []
     for key in _EXTRA:
         value = config.get(key) or []
-        if not isinstance(value, list | dict):
+        if isinstance(value, dict):
+            entries += value.values()
+        elif isinstance(value, list):
+            entries += value
+        else:
             raise ModelError(
                 f"{folder / 'tokenizer_config.json'}: {key} is {value!r}, not a list of tokens; "
                 "fetch it again"
             )
-        entries += value.values() if isinstance(value, dict) else value
     return [text for text in map(_content, entries) if text is not None]
 
 

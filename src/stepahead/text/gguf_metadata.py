@@ -25,6 +25,9 @@ _LENGTH: Final = struct.Struct("<Q")
 _KIND: Final = struct.Struct("<I")
 _ARRAY_HEAD: Final = struct.Struct("<IQ")
 _FILE_HEAD: Final = struct.Struct("<4sIQQ")
+_LEAST_KEY_BYTES: Final = 8 + 4 + 1
+# more than any vocabulary's lists: a damaged count must not make us walk the whole file
+_MOST_ITEMS: Final = 1 << 22
 
 
 def read_metadata(path: Path) -> dict[str, Value]:
@@ -69,10 +72,14 @@ class _Reader:
                 f"{self._path} is GGUF version {version} or big-endian; only versions 2 and 3 in "
                 "little-endian order are known: convert the model again"
             )
+        self._check(count * _LEAST_KEY_BYTES)
         values: dict[str, Value] = {}
         for index in range(count):
             self._key = f"metadata key {index}"
-            key = self._key = self._string()
+            key = self._string()
+            if not key or key in values:  # zeros are the empty one, over and over
+                self._damaged(f"{self._key} is {key!r}, which has no name or was there before")
+            self._key = key
             values[key] = self._value(self._take(_KIND)[0])
         return values
 
@@ -84,22 +91,20 @@ class _Reader:
         return self._take(self._scalar(kind))[0]
 
     def _array(self, kind: int, count: int) -> Value:
+        item = _LENGTH if kind == _STRING else self._scalar(kind)
+        self._check(item.size * count)  # a count of 2**62 is beyond what struct can say
+        if count > _MOST_ITEMS:
+            self._damaged(f"{self._key} has {count:,} items")
         if kind == _STRING:
             return self._strings(count)
-        item = self._scalar(kind)
-        self._check(item.size * count)  # a count of 2**62 is beyond what struct can say
         return list(self._take(struct.Struct(f"<{count}{item.format[1:]}")))
 
     def _scalar(self, kind: int) -> struct.Struct:
         if kind not in _SCALARS:
-            raise ModelError(
-                f"{self._path}: {self._key} has the unknown type {kind}; the file is damaged, "
-                "fetch it again"
-            )
+            self._damaged(f"{self._key} has the unknown type {kind}")
         return _SCALARS[kind]
 
     def _strings(self, count: int) -> list[str]:
-        self._check(_LENGTH.size * count)
         data, size, at = self._data, len(self._data), self._at
         length_at = _LENGTH.unpack_from
         strings: list[str] = []
@@ -113,7 +118,7 @@ class _Reader:
         except struct.error:
             self._cut_off()
         except UnicodeDecodeError as error:
-            self._not_text(error)
+            self._damaged(f"{self._key} is not UTF-8 ({error})")
         self._at = at
         return strings
 
@@ -136,7 +141,5 @@ class _Reader:
             f"after {len(self._data):,} bytes; fetch it again"
         )
 
-    def _not_text(self, error: UnicodeDecodeError) -> NoReturn:
-        raise ModelError(
-            f"{self._path}: {self._key} is not UTF-8 ({error}); the file is damaged, fetch it again"
-        ) from error
+    def _damaged(self, what: str) -> NoReturn:
+        raise ModelError(f"{self._path}: {what}; the file is damaged, fetch it again")
