@@ -138,6 +138,7 @@ _AT_LEAST_ONE = (
     "num_pages",
     "threads",
 )
+_FAR_TOO_MANY = 1 << 40
 _REQUIRED = ("max_rows", "max_step_tokens", "page_size")
 
 
@@ -150,8 +151,8 @@ def _check(config: EngineConfig) -> None:
         value = getattr(config, name)
         if value is None and name not in _REQUIRED:
             continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{name}={value!r}; give a whole number of at least 1")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < _FAR_TOO_MANY:
+            raise ConfigError(f"{name}={str(value)[:40]}; give a whole number of at least 1")
     _check_rest(config)
 
 

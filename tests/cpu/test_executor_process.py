@@ -506,11 +506,11 @@ def test_a_forked_child_that_exits_leaves_the_worker_alone() -> None:
     assert done.stdout == "alive\n", done.stderr
 
 
-@pytest.mark.parametrize("closed", ["0<&-", "1>&-"])
-def test_an_engine_starts_without_stdin_or_stdout(closed: str) -> None:
+@pytest.mark.parametrize("closed", ["0<&-", "1>&-", "2>&-"])
+def test_an_engine_starts_without_one_of_its_streams(closed: str) -> None:
     code = "from stepahead import LLM; LLM('toy', threads=1, max_model_len=64, max_rows=2).close()"
     command = f"exec {shlex.quote(sys.executable)} -c {shlex.quote(code)} {closed}"
     done = subprocess.run(
-        ["sh", "-c", command], stderr=subprocess.PIPE, text=True, timeout=100, check=False
+        ["sh", "-c", command], capture_output=True, text=True, timeout=100, check=False
     )
     assert done.returncode == 0, done.stderr

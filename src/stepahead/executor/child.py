@@ -123,7 +123,17 @@ def _start(fds: tuple[int, int]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-P", "-c", _BOOT, *map(str, fds), *paths],
         stdin=subprocess.DEVNULL,
-        stdout=2,  # what a model prints must not mix with the answers on stdout
+        stdout=_stderr(),  # what a model prints must not mix with the answers on stdout
+        stderr=_stderr(),
         pass_fds=fds,
         env=_SPIN_BRIEFLY | os.environ,
     )
+
+
+def _stderr() -> int:
+    """Where the worker's words go; a program may have closed its stderr."""
+    try:
+        os.fstat(2)
+    except OSError:
+        return subprocess.DEVNULL
+    return 2
