@@ -143,31 +143,23 @@ class Lifetime:
 
     def known_tokens(self, entry: Entry) -> np.ndarray:
         """The entry's prompt and outputs so far, int32[n]."""
-        length = self._length(entry)
-        if length == len(entry.tokens):
-            return entry.tokens
-        read = self.store.mirror.read(self.table.pages_of(entry.slot), 0, length - 1)
-        return np.append(read, self.table.last[entry.slot])
+        return self._tokens(entry, 0)
 
     def outputs(self, entry: Entry) -> np.ndarray:
         """The entry's outputs so far, int32[n]."""
-        length, first = self._length(entry), entry.prompt_len
-        if length == len(entry.tokens):
-            return entry.tokens[first:]
-        read = self.store.mirror.read(self.table.pages_of(entry.slot), first, length - 1)
-        return np.append(read, self.table.last[entry.slot])
+        return self._tokens(entry, entry.prompt_len)
 
     def last_outputs(self, entry: Entry, count: int) -> np.ndarray:
-        """The last `count` outputs of an entry that has so many, int32[count]."""
-        length = int(self.table.length[entry.slot])
-        if length == len(entry.tokens):
-            return entry.tokens[length - count :]
-        pages = self.table.pages_of(entry.slot)
-        read = self.store.mirror.read(pages, length - count, length - 1)
-        return np.append(read, self.table.last[entry.slot])
+        """The last `count` outputs of an entry that has so many and a slot, int32[count]."""
+        return self._tokens(entry, int(self.table.length[entry.slot]) - count)
 
-    def _length(self, entry: Entry) -> int:
-        return int(self.table.length[entry.slot]) if entry.slot else len(entry.tokens)
+    def _tokens(self, entry: Entry, start: int) -> np.ndarray:
+        length = int(self.table.length[entry.slot]) if entry.slot else len(entry.tokens)
+        if length == len(entry.tokens):
+            return entry.tokens[start:]
+        pages = self.table.pages_of(entry.slot)
+        read = self.store.mirror.read(pages, start, length - 1)
+        return np.append(read, self.table.last[entry.slot])
 
     def end(
         self,
