@@ -131,6 +131,23 @@ RUNNER = [
         ROW + "test_short_of_pages_the_host_brings_tokens_and_the_slots_hold_none",
     ),
     Mutation(
+        "keys and values are written as they are",
+        "one request's overflow spoiling whoever gets its pages next",
+        "cache/pools.py",
+        "        k.nan_to_num_()\n        v.nan_to_num_()\n",
+        "",
+        "tests/cpu/test_model_attention.py::test_a_page_stays_finite_whatever_is_written",
+    ),
+    Mutation(
+        "a forked child ends its parent's worker",
+        "a worker shut down by somebody else's exit",
+        "executor/process.py",
+        "        if os.getpid() != self._owner:\n            return",
+        "        if False:\n            return",
+        "tests/cpu/test_executor_process.py::"
+        "test_a_forked_child_that_exits_leaves_the_worker_alone",
+    ),
+    Mutation(
         "a join's pages are not applied",
         "a prompt written into the old owner's pages",
         "runner/slots.py",
@@ -354,6 +371,22 @@ PLANNING = [
         "self.stops.candidates(news.tokens, watch).tolist()",
         "self.stops.candidates(news.tokens[:0], watch[:0]).tolist()",
         CLOSED,
+    ),
+    Mutation(
+        "every row is looked at for anybody's rule",
+        "one client's stop string that slows every row",
+        "scheduler/stop.py",
+        "return (self._kinds[tokens] & watch).nonzero()[0]",
+        "return self._kinds[tokens].nonzero()[0]",
+        "tests/pure/test_stop.py::test_one_requests_strings_are_nobody_elses_work",
+    ),
+    Mutation(
+        "who was refused is not asked again when pages are published",
+        "a request that waits though it shares what is there by now",
+        "cache/store.py",
+        "        self.changes += taken > 0\n",
+        "",
+        SCHEDULER + "test_a_refused_request_is_let_in_when_its_prefix_is_published",
     ),
     Mutation(
         "a row certain to end is launched again",

@@ -441,3 +441,19 @@ def test_a_lost_runner_ends_everyone_once_and_leaves_no_unwritten_page() -> None
     # of 0's twelve tokens only eight had landed
     assert len(desk.scheduler.store.match(np.array([2] * 13, np.int32))) == 2
     assert desk.scheduler.store.match(np.array([3] * 13, np.int32)) == []
+
+
+def test_a_refused_request_is_let_in_when_its_prefix_is_published() -> None:
+    # it was once not asked again before pages came free, and ran after the other's end
+    desk = Desk(num_pages=9, page_size=4)
+    prompt = list(range(2, 19))
+    desk.add(0, prompt, max_tokens=4)  # takes 5 pages of 8
+    desk.add(1, [*prompt, 20], max_tokens=3)  # needs 5 of its own, or 1 beside a hit of 4
+    first = desk.launch()
+    assert first is not None
+    assert len(first.joins) == 1
+    desk.land()  # the prompt's pages are known now, none has come free
+    second = desk.launch()
+    assert second is not None
+    assert [join.cached for join in second.joins] == [16]
+    desk.run()
