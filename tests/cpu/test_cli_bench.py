@@ -8,6 +8,7 @@ import pytest
 
 from offline_makers import toy_flags
 from stepahead.cli.main import run_command
+from stepahead.config import CHOICES
 
 SIZES = ["--num-prompts", "6", "--input-len", "20", "--output-len", "8"]
 FIGURES = {
@@ -33,7 +34,7 @@ def test_each_loop_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
         "prompts": 6,
     }
     assert (line["input_len"], line["output_len"]) == (20, 8)
-    for loop in ("serial", "overlap"):
+    for loop in CHOICES["loop"]:
         figures = line[loop]
         assert set(figures) == FIGURES
         assert figures["tokens_per_s"] > 0

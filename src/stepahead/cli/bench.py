@@ -18,12 +18,13 @@ from rich.table import Table
 
 from stepahead.cli.options import EngineFlags, Quiet, given, open_model
 from stepahead.cli.tables import Summary, summary_table
+from stepahead.config import CHOICES
 from stepahead.errors import ConfigError
 from stepahead.llm.figures import RunTally
 from stepahead.llm.offline import LLM
 from stepahead.types import SamplingParams
 
-_LOOPS = ("serial", "overlap")
+_LOOPS = CHOICES["loop"]
 
 app = App(name="bench")
 
