@@ -457,3 +457,16 @@ def test_a_refused_request_is_let_in_when_its_prefix_is_published() -> None:
     assert second is not None
     assert [join.cached for join in second.joins] == [16]
     desk.run()
+
+
+def test_rows_that_lack_pages_only_for_later_go_on_as_they_are() -> None:
+    # after one had got the last page, all were regrouped at every step
+    desk = Desk(page_size=8, num_pages=4)
+    desk.add(0, list(range(2, 9)), max_tokens=8)
+    desk.add(1, [2, 3, 4], max_tokens=12)
+    plans = [plan for _ in range(5) if (plan := desk.launch())]
+    # the third grants the last page to the row that needs one; the other wants one ahead
+    assert [len(plan.grants) // 3 for plan in plans] == [0, 0, 1, 0, 0]
+    assert [plan.same_rows for plan in plans[2:]] == [True, True, True]
+    desk.run()
+    assert [len(desk.ends[rid].tokens) for rid in range(2)] == [8, 12]

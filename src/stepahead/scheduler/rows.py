@@ -137,6 +137,9 @@ class DecodeRows:
             else:
                 left_out.append(entry.slot)
         self._hand_out(np.array(granted, np.int64), np.ones(len(granted), np.int64), grants)
+        if not left_out and not self.life.changed:
+            self._until_grant = self._next_need(rows)
+            return rows  # all have a page for now; only those for later are short
         keep = table.decoding.copy()
         keep[left_out] = False
         # the countdown stays at zero, so the next plan looks again
