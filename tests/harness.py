@@ -209,6 +209,7 @@ class Client:
         self._who: dict[int, Who] = {}  # by request id
         self._rids: dict[Who, int] = {}
         self._aborts: list[tuple[Who, Abort]] = []
+        # reaches in, to count preemptions with a flight in the air; nothing in src/ needs to
         self._preempt = engine.scheduler.life.preempt
         engine.scheduler.life.preempt = self._watch_preempt  # type: ignore[method-assign]
 

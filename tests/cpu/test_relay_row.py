@@ -113,6 +113,7 @@ def test_a_steady_queue_sends_no_map() -> None:
     for first in range(4):
         engine.add([first + 2, 3], SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True))
     routes: list[RowRoute] = []
+    # reaches in: routes are nobody's business but the runner's
     relay = engine._executor._executor._runner._relay  # type: ignore[attr-defined]
     route = relay.route
     relay.route = lambda *args: routes.append(route(*args)) or routes[-1]

@@ -31,7 +31,7 @@ class Launched:
 class Heard:
     """The live rows of a flight, read before its retirement changes who is live."""
 
-    def __init__(self, table: Table, launched: Launched, result: Result) -> None:
+    def __init__(self, table: Table, launched: Launched) -> None:
         slots = launched.chunks[:, 0]
         sampling = slots[launched.chunks[:, 3] > 0]
         self._live = ~table.deaf[np.concatenate([launched.rows.slots, sampling])]

@@ -217,8 +217,7 @@ class Scheduler:
             return None  # nothing has changed that could let it in
         join = life.admit(entry, spare_pages(life.running))
         if join is None:
-            # after the attempt: it held and let go of pages itself
-            self._refused = (entry.arrival, self.store.changes, life.running)
+            self._refused = state
         else:
             heapq.heappop(self._waiting)
             self._prefilling.append(entry)
@@ -254,7 +253,7 @@ class Scheduler:
         launched = self._launched[0]
         assert launched.step == plan.step == result.step, "flights retire in the order of launch"
         self._launched.popleft()
-        heard = Heard(self.table, launched, result) if result.has_logprobs else None
+        heard = Heard(self.table, launched) if result.has_logprobs else None
         split = launched.rows.count
         news = self._settler.rows(launched.rows, result.tokens[:split])
         if len(launched.chunks):
