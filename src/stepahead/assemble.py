@@ -108,6 +108,7 @@ def runner_spec(resolved: Resolved, parts: ModelParts) -> RunnerSpec:
         threads=config.threads,
         relay=config.relay,
         depth=config.steps_ahead,
+        fence=config.fence,
         check=config.debug,
     )
 

@@ -16,7 +16,8 @@ from stepahead.errors import ConfigError, NotEnoughMemory
 CHOICES: dict[str, tuple[str, ...]] = {
     "loop": ("serial", "overlap", "batch-queue"),
     "executor": ("inline", "process"),
-    "device": ("cpu", "hostile"),
+    "device": ("cpu", "cuda", "hostile"),
+    "fence": ("fine", "coarse"),
     "dtype": ("float32", "bfloat16"),
 }
 # what a loop runs ahead if nothing is said; only the queue's depth can be chosen
@@ -47,8 +48,12 @@ class EngineConfig:
     loop             serial: the host looks after every step; overlap: one step later;
                      batch-queue: when its queue of steps is full
     depth            most steps launched and not yet retired, for batch-queue
+    fence            what a plan's writes wait for: fine, the running step's last read of what they
+                     overwrite; coarse, its end
+    serial_prefill   a step of prompts alone waits until the one before it, of prompts alone too, is
+                     retired
     executor         inline: the runner in this thread; process: in its own process
-    device           cpu, or hostile: a CPU that runs operations in any order the edges allow
+    device           cpu, cuda, or hostile: a CPU that runs operations in any order the edges allow
     device_seed      the hostile device's order
     dtype            float32 or bfloat16, for weights and KV
     max_model_len    most positions of one request, prompt and output together
@@ -66,6 +71,8 @@ class EngineConfig:
     model: str
     loop: str = "overlap"
     depth: int | None = None
+    fence: str = "fine"
+    serial_prefill: bool = False
     executor: str = "process"
     device: str = "cpu"
     device_seed: int = 0
@@ -173,7 +180,7 @@ def _check_rest(config: EngineConfig) -> None:
         value = getattr(config, name)
         if isinstance(value, bool) or not isinstance(value, int):
             raise ConfigError(f"{name}={value!r}; give a whole number")
-    for name in ("prefix_cache", "debug"):
+    for name in ("serial_prefill", "prefix_cache", "debug"):
         if not isinstance(getattr(config, name), bool):
             raise ConfigError(f"{name}={getattr(config, name)!r}; give true or false")
     if config.device == "hostile" and config.executor != "inline":

@@ -14,7 +14,8 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from stepahead.types import LogprobRows, SamplingParams
+from stepahead.sync import Sync
+from stepahead.types import HiddenRows, LogprobRows, SamplingParams
 from stepahead.wire import decoder, encode
 
 NO_INTS = np.zeros(0, np.int32)
@@ -86,7 +87,7 @@ class Result(msgspec.Struct, frozen=True, array_like=True, eq=False):
 
     `tokens` int32[n + s]: one for each decode row in the plan's order, then one for each chunk
     that samples.  Device times are monotonic nanoseconds.  A non-empty `error` means the step
-    failed as a whole and nothing in it counts.
+    failed as a whole and nothing in it counts.  `syncs`: where the runner could not run ahead.
     """
 
     step: int
@@ -96,6 +97,8 @@ class Result(msgspec.Struct, frozen=True, array_like=True, eq=False):
     logprobs: LogprobRows | None = None
     prompt_logprobs: tuple[PromptRows, ...] = ()
     error: str = ""
+    hidden: HiddenRows | None = None
+    syncs: tuple[Sync, ...] = ()
 
     @property
     def has_logprobs(self) -> bool:

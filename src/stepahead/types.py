@@ -29,6 +29,7 @@ class SamplingParams(
     the model's length allows.  `seed` makes the noise of each position a function of
     (seed, choice, position) alone.  `logprobs=k` returns the chosen token and the k best;
     values are of the raw distribution, before temperature, penalties and filters.
+    `return_hidden_states` returns the last layer's normed state that each output token came from.
     """
 
     n: int = 1
@@ -50,6 +51,7 @@ class SamplingParams(
     logit_bias: dict[int, float] | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    return_hidden_states: bool = False
 
     def __post_init__(self) -> None:
         _check_params(self)
@@ -113,10 +115,18 @@ _REAL = frozenset(
 )
 
 
+_FLAGS = (
+    "ignore_eos",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+    "return_hidden_states",
+)
+
+
 def _check_params(params: SamplingParams) -> None:
     for name, (low, high, closed) in _RANGES.items():
         _check_number(name, getattr(params, name), low, high, closed)
-    for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+    for name in _FLAGS:
         if not isinstance(getattr(params, name), bool):
             raise InvalidParameter(f"{name} must be true or false", name)
     _check_stops(params)
@@ -220,6 +230,15 @@ class LogprobRows(msgspec.Struct, frozen=True, array_like=True, eq=False):
     top: np.ndarray
 
 
+class HiddenRows(msgspec.Struct, frozen=True, array_like=True, eq=False):
+    """Hidden states of r rows, flat: `rows` int32[r] indexes the tokens that were sampled from them,
+    `values` float32[r * width]."""
+
+    rows: np.ndarray
+    width: int
+    values: np.ndarray
+
+
 class Finish(msgspec.Struct, frozen=True, eq=False):
     """The one terminal message of a request: why it ended and all its output tokens int32[n]."""
 
@@ -253,6 +272,7 @@ class Outputs(msgspec.Struct, frozen=True, eq=False):
     finishes: tuple[Finish, ...] = ()
     logprobs: LogprobRows | None = None
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    hidden: HiddenRows | None = None
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -296,6 +316,7 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str = ""
+    hidden_states: np.ndarray | None = None  # float32[n, hidden], one row for each of `token_ids`
 
     def finished(self) -> bool:
         """True once a terminal message has come."""

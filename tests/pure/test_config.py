@@ -30,6 +30,8 @@ NOT_COUNTS: list[Any] = [0, -1, 1.5, "2", True, NAN]
 BAD: dict[str, list[Any]] = {
     "loop": ["fast", None, 1],
     "depth": [0, 1, -1, 2.0, "2", True, MAX_DEPTH + 1],
+    "fence": ["none", None, True],
+    "serial_prefill": [None, 1, "yes"],
     "executor": ["thread", None],
     "device": ["cuda:99", None],
     "device_seed": ["1", 1.0, None, True],

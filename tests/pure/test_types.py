@@ -36,6 +36,7 @@ BAD: dict[str, list[Any]] = {
     ],
     "skip_special_tokens": [1, None, "no"],
     "include_stop_str_in_output": [1, None, "no"],
+    "return_hidden_states": [1, None, "no"],
 }
 GOOD: dict[str, list[Any]] = {
     "n": [1, 128],
@@ -57,6 +58,7 @@ GOOD: dict[str, list[Any]] = {
     "logit_bias": [None, {}, {0: -100.0, 5: 100}],
     "skip_special_tokens": [True, False],
     "include_stop_str_in_output": [True, False],
+    "return_hidden_states": [True, False],
 }
 
 

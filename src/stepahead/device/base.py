@@ -1,9 +1,12 @@
-"""The seam between the runner and what it runs on: streams, events, copies.
+"""The seam between the runner and what it runs on: streams, events, copies, graphs, time.
 
 Three streams.  *schedule* brings plan differences to the device, *forward* computes, *copy* takes
 results out.  The copy stream is a leaf: it waits for forward, nothing waits for it.  Operations of
 one stream run in order; between streams only `record` and `wait` order them.  Each operation names
 what it reads and writes, so that a device may check that the edges suffice.
+
+Memory that more than one step or stream touches has a name: the runner's own ("pages", "kv", ..),
+a step's staging block, its results.  Names are what devices check and what errors say.
 
 Knows no plan and no model.
 """
@@ -11,11 +14,15 @@ Knows no plan and no model.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
+from stepahead.sync import SyncReason
+
 if TYPE_CHECKING:
     import numpy as np
+    import torch
     from torch import Tensor
 
 
@@ -38,17 +45,68 @@ class Event(Protocol):
         """Blocks the host, asleep, until the device passes it; raises what operations raised."""
         ...
 
+    def at_ns(self) -> int:
+        """When the device passed it, on the clock of `Device.now_ns`.  Only once it has."""
+        ...
+
 
 class HostArray(Protocol):
     """Where a download arrives; valid once an event recorded after it has passed."""
 
     def read(self) -> np.ndarray:
-        """The values."""
+        """The values.  The memory may be used again after the step has landed: copy what stays."""
+        ...
+
+
+class Staging(Protocol):
+    """A step's way to the device: arrays are added, then all go in one copy.
+
+    Goes through host memory of a ring as deep as the steps ahead.  `name` is the block's on the
+    device, which stays until the runner frees it.
+    """
+
+    @property
+    def name(self) -> str:
+        """What the block is known as, for reads."""
+        ...
+
+    def add(self, array: np.ndarray) -> Tensor:
+        """The array as int64 on the device, same shape.
+
+        For operations that are ordered after what is enqueued by `send`.
+        """
+        ...
+
+    def send(self) -> None:
+        """Enqueues the copy on the schedule stream, if anything was added."""
+        ...
+
+
+@dataclass(frozen=True)
+class Work:
+    """A piece of a forward: what to call, and what it touches."""
+
+    fn: Callable[[], None]
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+
+
+class Graph(Protocol):
+    """Captured work of fixed shape, in two parts."""
+
+    def launch(self, first: Work, rest: Work) -> Event:
+        """Enqueues both parts on the forward stream as they were captured; only what they touch
+        is taken from the arguments.  The event passes between the parts."""
         ...
 
 
 class Device(Protocol):
     """Where operations run.  Host calls return at once unless the device is the host itself."""
+
+    @property
+    def place(self) -> torch.device:
+        """Where tensors live."""
+        ...
 
     def enqueue(
         self,
@@ -68,18 +126,33 @@ class Device(Protocol):
         """What is enqueued on the stream from now on runs after the event."""
         ...
 
-    def upload(self, array: np.ndarray, name: str) -> Tensor:
-        """Copies integers on the schedule stream: int64, the same shape, memory known as `name`."""
+    def sync(self, event: Event, reason: SyncReason) -> None:
+        """Blocks the host for a named reason, asleep; landing is the only wait that needs none."""
+        ...
+
+    def stage(self, step: int) -> Staging:
+        """A step's staging block, empty.  The one of `depth` steps ago must have landed."""
         ...
 
     def download(self, source: Callable[[], Tensor], name: str) -> HostArray:
         """Copies on the copy stream the tensor that `source` gives then; it reads `name`."""
         ...
 
+    def free(self, names: tuple[str, ...]) -> None:
+        """The host gives memory back: whatever reads it must have been waited for."""
+        ...
+
+    def capture(self, first: Callable[[], None], rest: Callable[[], None]) -> Graph | None:
+        """Both parts as a graph, captured now with nothing in flight; None where there are none.
+
+        The parts use the same tensors each time and touch nothing on the host.
+        """
+        ...
+
     def now_ns(self) -> int:
-        """Monotonic nanoseconds on the clock that the host reads too."""
+        """Monotonic nanoseconds on the host's clock."""
         ...
 
     def close(self) -> None:
-        """Frees what the device holds."""
+        """Drops what has not run and frees what the device holds.  Does not wait for operations."""
         ...

@@ -12,11 +12,12 @@ class RunnerSpec:
 
     factory    "module:function" that is called with `options` and returns the model
     options    keyword arguments for it, plain values only
-    device     cpu or hostile
+    device     cpu, cuda or hostile
     num_slots  slot 0 is padding; `num_pages` counts the padding page 0
     max_pages  page-table entries of a slot
     threads    torch threads
     relay      slot, or row for a loop that runs `depth` steps ahead
+    fence      fine or coarse
     check      consume-once poison in the relay and other cheap traps
     """
 
@@ -32,4 +33,5 @@ class RunnerSpec:
     threads: int = 1
     relay: str = "slot"
     depth: int = 2
+    fence: str = "fine"
     check: bool = False

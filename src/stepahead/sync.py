@@ -1,0 +1,58 @@
+"""Why a step could not run ahead: every pull back to serial work has a name here, and is counted.
+
+A name stands for something that was waited for, or done in line, for the sake of some rows; the
+counts say in how many steps and for how many rows.  What is not named here is not waited for.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import msgspec
+
+
+class SyncReason(Enum):
+    """What kept a step from running ahead; the values are what people read and metrics carry."""
+
+    SERIAL_PREFILL = "serial-prefill"  # a prefill waited until the one before it was retired
+    HOST_LENGTHS = "host-lengths"  # attention that wants exact lengths on the host
+    HIDDEN_STATES = "hidden-states"  # a client wants hidden states: a long copy before landing
+    BLOCKING_COPY = "blocking-copy"  # the device's copies to the host block whoever asks
+    STAGING = "staging"  # staging memory was still being read when it was needed again
+    DRAIN = "drain"  # nothing could be planned before a flight landed
+    PIPELINE = "pipeline"  # rows whose token is still on its way through the stages
+
+
+class Sync(msgspec.Struct, frozen=True, array_like=True):
+    """One pull back, in one step, for so many rows."""
+
+    reason: SyncReason
+    rows: int
+
+
+class SyncCounts:
+    """Steps and rows by reason; only reasons that occurred are there."""
+
+    def __init__(self) -> None:
+        self._counts: dict[SyncReason, tuple[int, int]] = {}
+
+    def add(self, reason: SyncReason, rows: int) -> None:
+        """One more step in which `rows` rows were held up."""
+        steps, before = self._counts.get(reason, (0, 0))
+        self._counts[reason] = steps + 1, before + rows
+
+    def steps(self, reason: SyncReason) -> int:
+        """Steps in which it occurred."""
+        return self._counts.get(reason, (0, 0))[0]
+
+    def rows(self, reason: SyncReason) -> int:
+        """Rows concerned, all steps together."""
+        return self._counts.get(reason, (0, 0))[1]
+
+    def as_dict(self) -> dict[str, dict[str, int]]:
+        """{reason: {"steps": n, "rows": m}}, in the order of the enumeration."""
+        return {
+            reason.value: {"steps": self.steps(reason), "rows": self.rows(reason)}
+            for reason in SyncReason
+            if reason in self._counts
+        }
