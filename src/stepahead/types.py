@@ -231,8 +231,8 @@ class LogprobRows(msgspec.Struct, frozen=True, array_like=True, eq=False):
 
 
 class HiddenRows(msgspec.Struct, frozen=True, array_like=True, eq=False):
-    """Hidden states of r rows, flat: `rows` int32[r] indexes the tokens that were sampled from them,
-    `values` float32[r * width]."""
+    """Hidden states of r rows, flat: `rows` int32[r] indexes the tokens sampled from them, `values`
+    float32[r * width]."""
 
     rows: np.ndarray
     width: int
