@@ -1,10 +1,12 @@
 """The engine: a scheduler, a loop, an executor and the books, put together and stepped.
 
-One thread calls it.  Roles (offline, server) differ in who calls `add` and who reads `Outputs`.
+One thread calls it, but for `close`, which is for any.  Roles (offline, server) differ in who calls
+`add` and who reads `Outputs`.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import partial
 
@@ -21,7 +23,14 @@ from stepahead.observe.books import Books, Stage
 from stepahead.scheduler.policy import Limits
 from stepahead.scheduler.scheduler import Scheduler
 from stepahead.scheduler.stop import StopTable, Vocabulary
-from stepahead.types import Finish, Outputs, Request, SamplingParams, as_prompt
+from stepahead.types import (
+    Finish,
+    FinishReason,
+    Outputs,
+    Request,
+    SamplingParams,
+    as_prompt,
+)
 
 _STEPS: dict[str, Callable[[LoopCore], Outputs | None]] = {
     "serial": serial_step,
@@ -30,6 +39,7 @@ _STEPS: dict[str, Callable[[LoopCore], Outputs | None]] = {
 }
 _NO_RIDS = np.zeros(0, np.int64)
 _NO_TOKENS = np.zeros(0, np.int32)
+_DROP_S = 1.0  # most that ending all requests takes: nothing in it waits for a device
 
 
 def limits_of(resolved: Resolved) -> Limits:
@@ -64,6 +74,9 @@ class Engine:
         self._ended: list[Finish] = []  # terminal messages that no step brought
         self._failure: EngineError | None = None
         self._closed = False
+        # Held by whoever is at work on the scheduler: `close` may come from another thread, or from
+        # a signal's handler in the middle of a step, and must neither wait for it nor disturb it.
+        self._turn = threading.Lock()
         self._rids = 0
 
     # --- requests ---------------------------------------------------------------------------
@@ -79,10 +92,15 @@ class Engine:
         self._check_open()
         ids = as_prompt(prompt, self.resolved.facts.vocab_size)
         self._check_ids(params)
-        requests = [self._request(ids, params, choice) for choice in range(params.n)]
-        self.scheduler.add(requests, wait)
-        # counted when taken in: a refusal must not change the noise of those that come after
-        self._rids += params.n
+        self._take_turn()
+        try:
+            self._check_open()
+            requests = [self._request(ids, params, choice) for choice in range(params.n)]
+            self.scheduler.add(requests, wait)
+            # counted when taken in: a refusal must not change the noise of those that come after
+            self._rids += params.n
+        finally:
+            self._give_turn()
         return [request.rid for request in requests]
 
     def _request(self, prompt: np.ndarray, params: SamplingParams, choice: int) -> Request:
@@ -109,30 +127,50 @@ class Engine:
     def abort(self, rid: int) -> None:
         """Ends a request; its terminal message comes with the next step.  Unknown ids are ignored:
         the request may just have ended."""
-        finish = self.scheduler.abort(rid)
-        if finish is not None:
-            self._ended.append(finish)
+        self._take_turn()
+        try:
+            finish = self.scheduler.abort(rid)
+            if finish is not None:
+                self._ended.append(finish)
+        finally:
+            self._give_turn()
 
     # --- steps ------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do or to tell."""
-        return not self._closed and (bool(self._ended) or self.scheduler.has_work)
+        # In this order: while another thread's close moves requests from the first to the last,
+        # they are in neither, but the turn is taken.
+        return self.scheduler.has_work or self._turn.locked() or bool(self._ended)
 
     def step(self) -> Outputs | None:
         """Runs the loop once.  What it brought, or None: a launch without a landing.
 
         A failure of the runner ends every request with `error`; the engine can only be closed then.
+        After `close` it runs nothing, and tells the ends of what still ran; then EngineClosed.
         """
-        self._check_open()
+        self._take_turn()
+        try:
+            if self._closed:
+                self._drop("abort")
+            outputs = self._run() if self._open else None
+            if outputs is None and not self._ended:
+                self._check_open()
+            return self._with_ended(outputs)
+        finally:
+            self._give_turn()
+
+    def _run(self) -> Outputs | None:
+        outputs = None
         try:
             outputs = self._step()
         except EngineError as error:
-            self._fail(error)
-            outputs = None
+            if not self._closed:  # else it is how a close ends the wait of this step
+                self._failure = error
+                self._drop("error", str(error))
         self.books.enter(Stage.DELIVER if self.scheduler.has_work else Stage.IDLE)
-        return self._with_ended(outputs)
+        return outputs
 
     def _with_ended(self, outputs: Outputs | None) -> Outputs | None:
         if not self._ended:
@@ -141,43 +179,73 @@ class Engine:
         self._ended.clear()
         if outputs is None:
             return Outputs(-1, _NO_RIDS, _NO_TOKENS, finishes=ended)
-        return Outputs(
-            outputs.step,
-            outputs.rids,
-            outputs.tokens,
-            outputs.first,
-            outputs.finishes + ended,
-            outputs.logprobs,
-            outputs.prompt_logprobs,
-        )
+        return replace(outputs, finishes=outputs.finishes + ended)
 
-    def _fail(self, error: EngineError) -> None:
-        self._failure = error
-        self._core.forget()
-        self._ended += self.scheduler.fail_all(str(error))
+    def _take_turn(self) -> None:
+        """EngineError if a step is on, in another thread or below on this one's stack."""
+        if self._turn.acquire(blocking=False):
+            return
+        # a close by another thread holds it for a moment; anybody else has no business here
+        if not self._closed or not self._turn.acquire(timeout=_DROP_S):
+            raise EngineError(
+                "the engine was called while another call was at work in it; one thread drives "
+                "an engine: give each thread its own, or hand requests to the one that steps"
+            )
+
+    def _give_turn(self) -> None:
+        self._turn.release()
+        if self._closed:  # meanwhile, by another thread or a handler, which left the rest to us
+            self._end_rest()
+
+    # --- the end ----------------------------------------------------------------------------
+
+    @property
+    def _open(self) -> bool:
+        return not self._closed and self._failure is None
 
     def _check_open(self) -> None:
-        if self._closed:
-            raise EngineClosed("the engine is closed; build a new one")
-        if self._failure is not None and not self._ended:
+        if self._failure is not None:
             raise EngineClosed(
                 f"the engine has failed ({self._failure}); close it, build a new one"
             )
+        if self._closed:
+            raise EngineClosed("the engine is closed; build a new one")
 
     @property
     def failure(self) -> EngineError | None:
         """What ended the engine, if anything did."""
         return self._failure
 
-    def close(self) -> list[Finish]:
-        """Ends what still runs with `abort`, then the executor.  Idempotent; never raises for a
-        runner that is already gone."""
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    def close(self) -> None:
+        """Ends what still runs with `abort`, then the executor.  Idempotent; for any thread.
+
+        Flights in the air are dropped, not landed: a device may be stuck.  So it takes as long as
+        the executor's `close`, at most executor.process.CLOSE_S.  Terminal messages are told by
+        `step`, as ever.  A step that is on ends in its own time, or, where the executor can end its
+        wait, now; it is that thread which then ends the requests.
+        """
         if self._closed:
-            return []
+            return
         self._closed = True
-        finishes = self._ended + [
-            finish for rid in self.scheduler.running_ids() if (finish := self.scheduler.abort(rid))
-        ]
-        self._ended = []
-        self._executor.close()
-        return finishes
+        try:
+            self._end_rest()
+        finally:
+            self._executor.close()
+
+    def _end_rest(self) -> None:
+        """Ends what still runs, unless somebody is at work: who is does it, when he is done."""
+        if self._turn.acquire(blocking=False):
+            try:
+                self._drop("abort")
+            finally:
+                self._turn.release()
+
+    def _drop(self, reason: FinishReason, error: str = "") -> None:
+        """Nothing is in the air any more, and every request has its end."""
+        self._core.forget()
+        self._ended += self.scheduler.drop_all(reason, error)

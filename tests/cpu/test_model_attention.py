@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -40,7 +41,8 @@ def written_out(q: Tensor, pool: KVPool, pages: Tensor, length: int) -> Tensor:
 def decode_inputs(table: Tensor, lens: list[int]) -> StepInputs:
     n = len(lens)
     zeros = torch.zeros(n, dtype=torch.int64)
-    return StepInputs(zeros, zeros, zeros, n, table, torch.tensor(lens), max(lens), ())
+    bounds = np.array(lens)
+    return StepInputs(zeros, zeros, zeros, n, table, torch.tensor(lens), bounds, max(lens), ())
 
 
 def page_table(lens: list[int], num_pages: int) -> Tensor:
@@ -75,7 +77,8 @@ def test_chunk_rows() -> None:
     pages = torch.tensor([7, 3, 19, 1])
     chunk = ChunkRow(first=0, count=10, context_len=53, pages_dev=pages)
     zeros = torch.zeros(10, dtype=torch.int64)
-    inputs = StepInputs(zeros, zeros, zeros, 0, EMPTY.view(0, 0), EMPTY, 0, (chunk,))
+    none = np.zeros(0, np.int64)
+    inputs = StepInputs(zeros, zeros, zeros, 0, EMPTY.view(0, 0), EMPTY, none, 0, (chunk,))
     q = torch.randn(10, HEADS, HEAD_DIM)
     cells = pool.k[0][pages].flatten(0, 1)[43:53], pool.v[0][pages].flatten(0, 1)[43:53]
     out = lay_out(inputs, SHAPE).attend(q, *cells, pool.k[0], pool.v[0])

@@ -24,7 +24,7 @@ class Steps:
     """A relay driven step by step; the token of slot s in step n is 100 n + s."""
 
     def __init__(self, depth: int = 3) -> None:
-        self.relay = RowRelay(16, depth, check=True)
+        self.relay = RowRelay(16, depth, True, torch.device("cpu"))
         self.step = 0
 
     def route(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from closed_form import log_softmax, logits_of, state_of
-from stepahead.device.base import Stream
+from stepahead.device.base import Staging, Stream
 from stepahead.device.eager import EagerDevice
 from stepahead.model.batch import StepInputs
 from stepahead.model.toy import ToyModel
@@ -40,17 +40,39 @@ class Watched(ToyModel):
         return self.forward(inputs, kv)
 
 
+class Watching:
+    """A staging block whose arrays the device remembers."""
+
+    def __init__(self, device: Strict, staging: Staging) -> None:
+        self.name = staging.name
+        self._device, self._staging = device, staging
+
+    def add(self, array: np.ndarray) -> Tensor:
+        """Remembers it."""
+        tensor = self._staging.add(array)
+        self._device.uploads.append((self.name, tensor))
+        return tensor
+
+    def send(self) -> None:
+        """Nothing to send."""
+
+
 class Strict(EagerDevice):
-    """An operation finds nonsense in each upload that it does not say it reads."""
+    """An operation finds nonsense in each block that it does not say it reads, and in freed ones."""
 
     def __init__(self) -> None:
-        self._uploads: dict[str, Tensor] = {}
+        self.uploads: list[tuple[str, Tensor]] = []
 
-    def upload(self, array: np.ndarray, name: str) -> Tensor:
-        """Remembers it."""
-        assert name not in self._uploads, "two uploads of one name"
-        tensor = self._uploads[name] = super().upload(array, name)
-        return tensor
+    def stage(self, step: int) -> Any:
+        """Remembers what goes in."""
+        return Watching(self, super().stage(step))
+
+    def free(self, names: tuple[str, ...]) -> None:
+        """What is freed may be anybody's."""
+        for name, tensor in self.uploads:
+            if name in names:
+                tensor.fill_(1 << 40)
+        self.uploads = [pair for pair in self.uploads if pair[0] not in names]
 
     def enqueue(
         self,
@@ -60,12 +82,12 @@ class Strict(EagerDevice):
         writes: tuple[str, ...] = (),
     ) -> None:
         """Runs it."""
-        others = {name: t.clone() for name, t in self._uploads.items() if name not in reads}
-        for name in others:
-            self._uploads[name].fill_(1 << 40)
+        others = [(t, t.clone()) for name, t in self.uploads if name not in reads]
+        for tensor, _ in others:
+            tensor.fill_(1 << 40)
         fn()
-        for name, tensor in others.items():
-            self._uploads[name].copy_(tensor)
+        for tensor, values in others:
+            tensor.copy_(values)
 
 
 def join(

@@ -29,6 +29,8 @@ from stepahead.types import SamplingParams
 ODDS = 1e-6
 EOS = (1,)
 
+CPU = torch.device("cpu")
+
 
 def upload(array: np.ndarray) -> torch.Tensor:
     """As the eager device does."""
@@ -56,7 +58,7 @@ class Row:
 def tokens_of(rows: list[Row]) -> list[int]:
     """What the sampler gives these rows in one step."""
     vocab = len(rows[0].logits)
-    counts, wishes = PenaltyCounts(vocab), Wishes(len(rows) + 1, EOS)
+    counts, wishes = PenaltyCounts(vocab, CPU), Wishes(len(rows) + 1, EOS)
     for slot, row in enumerate(rows, 1):
         counts_row = counts.take(slot) if row.params.penalised else None
         wishes.enter(join_of(slot, row), counts_row)
@@ -241,7 +243,7 @@ def test_python_works_for_no_row_that_only_draws() -> None:
 
 def test_counts_follow_the_samples_without_the_host() -> None:
     # three steps of one group: each sampled token is penalised in the next, nobody told the host
-    counts, wishes = PenaltyCounts(4), Wishes(2, EOS)
+    counts, wishes = PenaltyCounts(4, CPU), Wishes(2, EOS)
     row = Row(np.zeros(4), SamplingParams(temperature=0.0, presence_penalty=2.0))
     counts_row = counts.take(1)
     counts.start(counts_row, upload(np.array([3])), upload(np.zeros(0, np.int64)))
@@ -253,7 +255,7 @@ def test_counts_follow_the_samples_without_the_host() -> None:
 
 
 def test_counts_of_a_new_owner_start_anew_and_growing_keeps_the_others() -> None:
-    counts = PenaltyCounts(6)
+    counts = PenaltyCounts(6, CPU)
     first = counts.take(1)
     counts.start(first, upload(np.array([2])), upload(np.array([4, 4])))
     for slot in range(2, 9):
@@ -342,7 +344,7 @@ def chi_square(counts: np.ndarray, shares: np.ndarray) -> float:
 
 def drawn(logits: np.ndarray, params: SamplingParams, seed: int, choice: int, n: int) -> np.ndarray:
     """Tokens at positions 0..n of one request whose logits never change."""
-    counts, wishes = PenaltyCounts(len(logits)), Wishes(2, EOS)
+    counts, wishes = PenaltyCounts(len(logits), CPU), Wishes(2, EOS)
     wishes.enter(join_of(1, Row(logits, params, seed, choice)), None)
     group = wishes.group(np.ones(n, np.int64), upload)
     table = torch.from_numpy(logits.astype(np.float32)).repeat(n, 1)

@@ -130,6 +130,7 @@ class Pages:
             n_decode=len(decode),
             decode_pages_dev=torch.tensor(table, dtype=torch.int64).view(len(decode), width),
             decode_lens_dev=torch.tensor(lens, dtype=torch.int64),
+            decode_bounds=np.array(lens, np.int64),
             max_decode_len=max(lens, default=0),
             chunks=tuple(chunks),
         )

@@ -13,17 +13,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stepahead.device.base import Event, Stream
+from stepahead.device.base import Event, Graph, Stream, Work
+from stepahead.sync import SyncReason
+
+_PLACE = torch.device("cpu")
 
 
 class _Passed:
-    """An event that has always passed."""
+    """An event that had passed when it was recorded."""
+
+    __slots__ = ("_at_ns",)
+
+    def __init__(self) -> None:
+        self._at_ns = time.perf_counter_ns()
 
     def done(self) -> bool:
         return True
 
     def wait(self) -> None:
         return
+
+    def at_ns(self) -> int:
+        return self._at_ns
 
 
 class _Here:
@@ -36,8 +47,39 @@ class _Here:
         return self._tensor.numpy()
 
 
+class _Direct:
+    """Staging without a stage: the copies that `add` makes are the device's."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def add(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array.astype(np.int64))
+
+    def send(self) -> None:
+        return
+
+
+class _Again:
+    """A graph that is the functions themselves."""
+
+    def __init__(self, first: Callable[[], None], rest: Callable[[], None]) -> None:
+        self._first, self._rest = first, rest
+
+    def launch(self, first: Work, rest: Work) -> Event:
+        self._first()
+        between = _Passed()
+        self._rest()
+        return between
+
+
 class EagerDevice:
     """Runs operations where they are enqueued; errors surface there too."""
+
+    @property
+    def place(self) -> torch.device:
+        """The CPU."""
+        return _PLACE
 
     def enqueue(
         self,
@@ -56,13 +98,23 @@ class EagerDevice:
     def wait(self, stream: Stream, event: Event) -> None:
         """Nothing to do: what came before has run."""
 
-    def upload(self, array: np.ndarray, name: str) -> Tensor:
-        """A copy as int64; the plan's own memory is not kept."""
-        return torch.from_numpy(array.astype(np.int64))
+    def sync(self, event: Event, reason: SyncReason) -> None:
+        """Nothing to wait for either."""
+
+    def stage(self, step: int) -> _Direct:
+        """Copies as int64; the plan's own memory is not kept."""
+        return _Direct(f"staging {step}")
 
     def download(self, source: Callable[[], Tensor], name: str) -> _Here:
         """The tensor itself: results are never written again."""
         return _Here(source())
+
+    def free(self, names: tuple[str, ...]) -> None:
+        """Nothing to do: what nobody names is freed by itself."""
+
+    def capture(self, first: Callable[[], None], rest: Callable[[], None]) -> Graph | None:
+        """The functions, called anew each time; nothing would be gained by more."""
+        return _Again(first, rest)
 
     def now_ns(self) -> int:
         """CLOCK_MONOTONIC, which all processes of a machine share."""

@@ -39,23 +39,30 @@ def mix(x: Tensor) -> Tensor:
 class ToyKV:
     """One int64 a cell: [num_pages, page_size], full of a poison that shows when it is read."""
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
-        self.pages_dev = torch.full((num_pages, page_size), -0x0BADBAD, dtype=torch.int64)
+    def __init__(self, num_pages: int, page_size: int, place: torch.device) -> None:
+        shape = (num_pages, page_size)
+        self.pages_dev = torch.full(shape, -0x0BADBAD, dtype=torch.int64, device=place)
         self.page_size = page_size
 
 
 class ToyModel:
     """`vocab_size` tokens, positions up to `max_len`."""
 
-    def __init__(self, vocab_size: int, max_len: int) -> None:
+    fine_fence = True  # the page table is read in the call and not after it
+
+    def __init__(self, vocab_size: int, max_len: int, device: str = "cpu") -> None:
         self.vocab_size = vocab_size
         self.max_len = max_len
-        self._weights_dev = 2 * torch.arange(max_len + 4096, dtype=torch.int64) + 1
-        self._columns_dev = torch.arange(vocab_size, dtype=torch.int64) * _signed(C)
+        self._place = torch.device(device)
+        self._weights_dev = 2 * self._count(max_len + 4096) + 1
+        self._columns_dev = self._count(vocab_size) * _signed(C)
+
+    def _count(self, end: int) -> Tensor:
+        return torch.arange(end, dtype=torch.int64, device=self._place)
 
     def new_kv(self, num_pages: int, page_size: int) -> ToyKV:
         """Memory for the KV cells."""
-        return ToyKV(num_pages, page_size)
+        return ToyKV(num_pages, page_size, self._place)
 
     def forward(self, inputs: StepInputs, kv: ToyKV) -> Tensor:
         """The state of each token of the step, int64[T, 1]; writes its cell first."""
@@ -71,7 +78,7 @@ class ToyModel:
     def _decode(self, inputs: StepInputs, kv: ToyKV) -> Tensor:
         cells = kv.pages_dev[inputs.decode_pages_dev].flatten(1)
         width = cells.shape[1]
-        seen = torch.arange(width) < inputs.decode_lens_dev.unsqueeze(1)
+        seen = self._count(width) < inputs.decode_lens_dev.unsqueeze(1)
         return (cells * self._weights_dev[:width]).where(seen, 0).sum(1)
 
     def _chunk(self, chunk: ChunkRow, kv: ToyKV) -> Tensor:

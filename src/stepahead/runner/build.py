@@ -16,11 +16,18 @@ from stepahead.runner.spec import RunnerSpec
 def build_runner(spec: RunnerSpec) -> Runner:
     """Loads the model, takes the memory, and is ready to launch; ModelError when it can't be."""
     torch.set_num_threads(spec.threads)
+    device = build_device(spec)
     module, function = spec.factory.split(":")
     model = getattr(import_module(module), function)(**spec.options)
-    return Runner(model, build_device(spec), spec, model.vocab_size)
+    return Runner(model, device, spec, model.vocab_size)
 
 
 def build_device(spec: RunnerSpec) -> Device:
-    """The device that the spec names."""
-    return HostileDevice(spec.device_seed) if spec.device == "hostile" else EagerDevice()
+    """The device that the spec names; ConfigError when the machine has none."""
+    if spec.device == "cuda":
+        from stepahead.device.cuda import CudaDevice
+
+        return CudaDevice(spec.depth)
+    if spec.device == "hostile":
+        return HostileDevice(spec.device_seed, spec.depth)
+    return EagerDevice()

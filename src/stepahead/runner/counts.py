@@ -19,10 +19,10 @@ class PenaltyCounts:
     rows with penalties at a time, and is nothing until the first.
     """
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, place: torch.device) -> None:
         self._vocab_size = vocab_size
-        self.outputs_dev = torch.zeros((0, vocab_size), dtype=torch.int32)
-        self.prompt_dev = torch.zeros((0, vocab_size), dtype=torch.bool)
+        self.outputs_dev = torch.zeros((0, vocab_size), dtype=torch.int32, device=place)
+        self.prompt_dev = torch.zeros((0, vocab_size), dtype=torch.bool, device=place)
         self._row_of: dict[int, int] = {}
         self._free: list[int] = []
         self._rows = 0
@@ -46,8 +46,10 @@ class PenaltyCounts:
         self._grow(row + 1)
         self.prompt_dev[row] = False
         self.prompt_dev[row, prompt_dev] = True
-        counts = torch.bincount(outputs_dev, minlength=self._vocab_size)
-        self.outputs_dev[row] = counts.to(torch.int32)
+        # not bincount, which makes the host wait for the largest token
+        ones = torch.ones(outputs_dev.shape, dtype=torch.int32, device=outputs_dev.device)
+        self.outputs_dev[row] = 0
+        self.outputs_dev[row].index_add_(0, outputs_dev, ones)
 
     def count(self, rows_dev: Tensor, tokens_dev: Tensor) -> None:
         """One more of each token (forward stream)."""
@@ -58,6 +60,6 @@ class PenaltyCounts:
         if rows <= have:
             return
         more = max(rows, 2 * have) - have
-        pad = torch.zeros((more, self._vocab_size), dtype=torch.int32)
+        pad = self.outputs_dev.new_zeros((more, self._vocab_size))
         self.outputs_dev = torch.cat([self.outputs_dev, pad])
         self.prompt_dev = torch.cat([self.prompt_dev, pad.to(torch.bool)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,8 @@ class StagedStep:
     """A plan's inputs on the device.
 
     `rows_dev` int64[n] decode slots; `route`: where the relay finds their input tokens.
-    `max_decode_len`: the longest decode row's context, this step's token included; 0 without rows.
+    `bounds` int64 numpy[n]: the rows' contexts as the host predicts them, this step's token
+    included: exact for the living, more for the dead.
     `slots_dev` int64[r]: the slots that are sampled for.
     `sampled_dev` int64[r]: which of the step's tokens they are sampled after, None for all of them.
     `chunks`: (slot, first token among the step's, count, context length) of each chunk.
@@ -30,7 +31,7 @@ class StagedStep:
 
     rows_dev: Tensor
     route: Any
-    max_decode_len: int
+    bounds: np.ndarray
     slots_dev: Tensor
     sampled_dev: Tensor | None = None
     chunks: tuple[tuple[int, int, int, int], ...] = ()
@@ -65,29 +66,56 @@ def chunk_rows(plan: Plan, num_rows: int) -> tuple[tuple[int, int, int, int], ..
 def build_inputs(step: StagedStep, slots: SlotState, relay: Relay, page_size: int) -> StepInputs:
     """Runs on the forward stream: resolves tokens, positions and cells from the slots' state."""
     rows = step.rows_dev
-    n_decode = len(rows)
-    lengths = slots.length_dev[rows]
-    ids = relay.resolve(step.route)
-    owner, positions = rows, lengths
-    if step.chunk_tokens_dev is not None:
-        token, slot, position = step.chunk_tokens_dev
-        ids, owner = torch.cat([ids, token]), torch.cat([rows, slot])
-        positions = torch.cat([lengths, position])
-    pages = slots.pages_dev[owner, positions // page_size]
-    width = -(-step.max_decode_len // page_size)
+    ids, owner, positions = relay.resolve(step.route), rows, slots.length_dev[rows]
+    most = int(step.bounds.max(initial=0))
+    inputs = decode_inputs(rows, ids, positions, step.bounds, slots, page_size, most)
+    if step.chunk_tokens_dev is None:
+        return inputs
+    token, owner, position = step.chunk_tokens_dev
+    cells = _cells(slots, owner, position, page_size)
+    chunks = tuple(
+        ChunkRow(first, count, end, slots.pages_dev[slot, : -(-end // page_size)])
+        for slot, first, count, end in step.chunks
+    )
+    return replace(
+        inputs,
+        token_ids_dev=torch.cat([ids, token]),
+        positions_dev=torch.cat([positions, position]),
+        cells_dev=torch.cat([inputs.cells_dev, cells]),
+        chunks=chunks,
+    )
+
+
+def decode_inputs(
+    rows: Tensor,
+    ids: Tensor,
+    positions: Tensor,
+    bounds: np.ndarray,
+    slots: SlotState,
+    page_size: int,
+    most: int,
+) -> StepInputs:
+    """A step of decode rows alone: slots, tokens and positions int64[n], contexts up to `most`.
+
+    A dead row writes to the padding page, and reads one cell.
+    """
+    dead = slots.dead_dev[rows]
     return StepInputs(
         token_ids_dev=ids,
         positions_dev=positions,
-        cells_dev=pages * page_size + positions % page_size,
-        n_decode=n_decode,
-        decode_pages_dev=slots.pages_dev[rows, :width],
-        decode_lens_dev=lengths + 1,
-        max_decode_len=step.max_decode_len,
-        chunks=tuple(
-            ChunkRow(first, count, end, slots.pages_dev[slot, : -(-end // page_size)])
-            for slot, first, count, end in step.chunks
-        ),
+        cells_dev=_cells(slots, rows, positions, page_size).masked_fill(dead, 0),
+        n_decode=len(rows),
+        decode_pages_dev=slots.pages_dev[rows, : -(-most // page_size)],
+        decode_lens_dev=(positions + 1).masked_fill(dead, 1),
+        decode_bounds=bounds,
+        max_decode_len=most,
+        chunks=(),
     )
+
+
+def _cells(slots: SlotState, owner: Tensor, positions: Tensor, page_size: int) -> Tensor:
+    pages = slots.pages_dev[owner, positions // page_size]
+    return pages * page_size + positions % page_size
 
 
 def advance(step: StagedStep, slots: SlotState) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from stepahead.runner.counts import PenaltyCounts
+from stepahead.runner.ends import Ends
 from stepahead.runner.noise import gumbel, row_keys
 
 
@@ -55,7 +56,9 @@ class SampleGroup:
     """What the rows of a step ask of the sampler; None throughout for plain greedy rows.
 
     `logprob_rows` int32[l] are the rows that want log-probabilities, `logprob_rows_dev` the same
-    on the device, and `logprob_width` the most alternatives that one of them wants.
+    on the device, and `logprob_width` the most alternatives that one of them wants.  `hidden_rows`
+    and `hidden_rows_dev` are those that want their hidden state.  `ends` is None where no token
+    that the device knows of ends a row.
     """
 
     drawn: Drawn | None
@@ -64,6 +67,9 @@ class SampleGroup:
     logprob_rows: np.ndarray
     logprob_rows_dev: Tensor | None
     logprob_width: int
+    hidden_rows: np.ndarray
+    hidden_rows_dev: Tensor | None
+    ends: Ends | None
 
 
 def _floats(bits: Tensor) -> Tensor:

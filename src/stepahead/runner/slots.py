@@ -1,7 +1,8 @@
-"""What the device keeps by slot: page table and true length; and the host's shadow of lengths.
+"""What the device keeps by slot: page table, true length, whether it is dead; and the host's shadow
+of lengths.
 
-Differences are staged by the plan and applied on the forward stream, so that a slot's first write
-by a new owner follows the old owner's last read by construction.
+The page table is written on the schedule stream, behind the fence.  All else changes on the forward
+stream, so that a slot's first write by a new owner follows the old owner's last.
 """
 
 from __future__ import annotations
@@ -15,16 +16,19 @@ from stepahead.plan import Join, Plan
 
 class SlotState:
     """Arrays by slot, on the device: `pages_dev` int64[slots, max_pages], `length_dev` int64[slots]
-    (positions computed).  `computed` int64[slots] is the host's exact prediction of it."""
+    (positions computed), `dead_dev` bool[slots] (its stop token has been sampled, so the steps it
+    still has in the air write nothing).  `computed` int64[slots] is the host's prediction of
+    lengths: exact for rows that live, more for the dead."""
 
-    def __init__(self, num_slots: int, max_pages: int) -> None:
-        self.pages_dev = torch.zeros((num_slots, max_pages), dtype=torch.int64)
-        self.length_dev = torch.zeros(num_slots, dtype=torch.int64)
+    def __init__(self, num_slots: int, max_pages: int, place: torch.device) -> None:
+        self.pages_dev = torch.zeros((num_slots, max_pages), dtype=torch.int64, device=place)
+        self.length_dev = torch.zeros(num_slots, dtype=torch.int64, device=place)
+        self.dead_dev = torch.zeros(num_slots, dtype=torch.bool, device=place)
         self.computed = np.zeros(num_slots, np.int64)
         self._max_pages = max_pages
 
     def apply(self, joined_dev: Tensor | None, changes_dev: Tensor) -> None:
-        """Enters page changes int64[2, k] as `page_changes` gives them; on the forward stream.
+        """Enters page changes int64[2, k] as `page_changes` gives them; on the schedule stream.
 
         The page tables of slots with new owners, `joined_dev` int64[j], are cleared first: what is
         read past an owner's pages is the padding page, not a page of somebody else.
@@ -32,6 +36,15 @@ class SlotState:
         if joined_dev is not None:
             self.pages_dev[joined_dev] = 0
         self.pages_dev.view(-1)[changes_dev[0]] = changes_dev[1]
+
+    def revive(self, joined_dev: Tensor) -> None:
+        """Slots int64[j] have new owners, who live; on the forward stream."""
+        self.dead_dev[joined_dev] = False
+
+    def bury(self, slots_dev: Tensor, ended_dev: Tensor) -> None:
+        """Rows of slots int64[r] where `ended_dev` bool[r] write nothing any more; on the forward
+        stream.  The dead stay dead, whatever they go on to sample."""
+        self.dead_dev[slots_dev] |= ended_dev
 
     def page_changes(self, plan: Plan) -> np.ndarray | None:
         """int64[2, k]: (flat index, page) of each entry the plan brings; None if there is none."""

@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from stepahead.plan import Join
+from stepahead.runner.ends import Ends
 from stepahead.runner.noise import stream_key
 from stepahead.runner.sampler import Drawn, Edits, Penalised, SampleGroup
 from stepahead.types import SamplingParams
@@ -25,8 +26,12 @@ class Wishes:
     Single logits to be changed have no fixed number and are tables by slot.
     """
 
-    def __init__(self, num_slots: int, eos_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self, num_slots: int, eos_ids: tuple[int, ...], eos_dev: Tensor | None = None
+    ) -> None:
+        """`eos_dev` bool[vocab]: `eos_ids` on the device; None where it need not know who ends."""
         self._eos_ids = eos_ids
+        self._eos_dev = eos_dev
         self._draws = np.zeros(num_slots, np.bool_)
         self._filters = np.zeros(num_slots, np.bool_)
         # a row of the block is a column of wishes: key, temperature, top_p, min_p, top_k
@@ -38,6 +43,10 @@ class Wishes:
         self._edited = np.zeros(num_slots, np.bool_)
         self._bias: dict[int, np.ndarray] = {}  # int64[2, b]: token, bits
         self._bans: dict[int, np.ndarray] = {}  # int64[2, b]: token, first position it may have
+        self._hidden = np.zeros(num_slots, np.bool_)
+        self._heeds = np.zeros(num_slots, np.bool_)  # the ends of sequence, wherever they come
+        self._ends: dict[int, np.ndarray] = {}  # int64[2, b] as in `_bans`: what else ends it
+        self._own = np.zeros(num_slots, np.bool_)  # whether it is in `_ends`
 
     def enter(self, join: Join, counts_row: int | None) -> None:
         """A new owner's wishes; `counts_row` is where its tokens are counted, if they are."""
@@ -56,7 +65,19 @@ class Wishes:
                 params.presence_penalty, params.frequency_penalty, params.repetition_penalty
             )
         self._logprobs[slot] = 0 if params.logprobs is None else 1 + params.logprobs
+        self._hidden[slot] = params.return_hidden_states
         self._enter_edits(slot, params, join.prompt_len)
+        self._enter_ends(slot, params, join.prompt_len)
+
+    def _enter_ends(self, slot: int, params: SamplingParams, prompt_len: int) -> None:
+        self._ends.pop(slot, None)
+        plain = not params.stop_token_ids and not params.min_tokens
+        self._heeds[slot] = plain and not params.ignore_eos
+        if not plain and (stops := _stop_ids(params, self._eos_ids)):
+            self._ends[slot] = np.stack(
+                [stops, np.full(len(stops), prompt_len + params.min_tokens)]
+            )
+        self._own[slot] = slot in self._ends
 
     def _enter_edits(self, slot: int, params: SamplingParams, prompt_len: int) -> None:
         self._bias.pop(slot, None)
@@ -74,6 +95,7 @@ class Wishes:
         """Stages the wishes of the rows to be sampled, int64[r] slots in their order."""
         widths = self._logprobs[slots]
         wanted = widths.nonzero()[0]
+        hidden = self._hidden[slots].nonzero()[0]
         return SampleGroup(
             self._group_drawn(slots, upload),
             self._group_edits(slots, upload),
@@ -81,6 +103,20 @@ class Wishes:
             wanted.astype(np.int32),
             upload(wanted) if len(wanted) else None,
             int(widths.max(initial=1)) - 1,
+            hidden.astype(np.int32),
+            upload(hidden) if len(hidden) else None,
+            None if self._eos_dev is None else self._group_ends(slots, upload),
+        )
+
+    def _group_ends(self, slots: np.ndarray, upload: Upload) -> Ends | None:
+        heeds, own = self._heeds[slots], self._own[slots].nonzero()[0]
+        if not len(own) and not heeds.any():
+            return None
+        owners = list(zip(own.tolist(), slots[own].tolist(), strict=True))
+        return Ends(
+            self._eos_dev if heeds.any() else None,
+            None if heeds.all() or not heeds.any() else upload(heeds),
+            _table(owners, self._ends, upload),
         )
 
     def _group_drawn(self, slots: np.ndarray, upload: Upload) -> Drawn | None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from stepahead.runner.relay import Upload
+from stepahead.runner.trap import trap
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,9 @@ class RowRoute:
 class RowRelay:
     """`depth` steps back.  `route` runs on the host at launch; the others on the forward stream."""
 
-    def __init__(self, num_slots: int, depth: int, check: bool) -> None:
+    def __init__(self, num_slots: int, depth: int, check: bool, place: torch.device) -> None:
+        # so that an empty ring can be indexed, and no row has to be taken from it
+        self._padding = torch.full((1,), -1, dtype=torch.int64, device=place)
         self._ring: deque[Tensor] = deque(maxlen=depth)
         self._sizes: deque[int] = deque(maxlen=depth)  # rows of each, as the host knows them
         self._step_of = np.full(num_slots, -1 - depth, np.int64)
@@ -74,14 +77,14 @@ class RowRelay:
     def resolve(self, route: RowRoute) -> Tensor:
         """The input tokens, int64[count]."""
         tokens = self._pick(route)
-        if self._check and bool((tokens < 0).any()):
-            raise AssertionError("relay: a row's token was taken from where none is")
+        if self._check:
+            trap(tokens >= 0, "relay: a row's token was taken from where none is")
         return tokens
 
     def _pick(self, route: RowRoute) -> Tensor:
         if route.index_dev is None:
-            return self._ring[0][: route.count] if route.count else _NO_TOKENS
-        ring = torch.cat([*self._ring, _PADDING])
+            return self._ring[0][: route.count] if route.count else self._padding[:0]
+        ring = torch.cat([*self._ring, self._padding])
         if route.tokens_dev is None:
             return ring[route.index_dev]
         return torch.where(route.tokens_dev >= 0, route.tokens_dev, ring[route.index_dev])
@@ -89,7 +92,3 @@ class RowRelay:
     def stash(self, slots_dev: Tensor, tokens_dev: Tensor) -> None:
         """Leaves a step's sampled rows; one that samples none need not, it has no rows to pass."""
         self._ring.appendleft(tokens_dev)
-
-
-_NO_TOKENS = torch.zeros(0, dtype=torch.int64)
-_PADDING = torch.full((1,), -1, dtype=torch.int64)  # so that an empty ring can be indexed

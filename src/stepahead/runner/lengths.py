@@ -1,0 +1,42 @@
+"""Exact context lengths on the host, for attention that can't do without.
+
+The host's own prediction is exact for rows that live, so most models need none of this.  Where one
+does, a step that decodes waits for the forward before it: that is serial work, and counted.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from stepahead.device.base import Device, Event, HostArray, Stream
+from stepahead.sync import SyncReason
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class HostLengths:
+    """Follows the slots' lengths from step to step."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._after: tuple[Event, HostArray] | None = None
+
+    @property
+    def known(self) -> bool:
+        """Whether a step has been launched."""
+        return self._after is not None
+
+    def follow(self, length_dev: Tensor) -> None:
+        """Copies int64[slots] after the step just launched."""
+        array = self._device.download(length_dev.clone, "slots")
+        self._after = self._device.record(Stream.COPY), array
+
+    def fetch(self, computed: np.ndarray) -> None:
+        """Waits for the newest copy, which becomes `computed` int64[slots]."""
+        assert self._after is not None
+        event, array = self._after
+        self._device.sync(event, SyncReason.HOST_LENGTHS)
+        computed[:] = array.read()

@@ -1,0 +1,228 @@
+"""From a plan to what a step needs on the device: the host's half of the runner.
+
+Stages what changed, and remembers what stays: the decode rows and their wishes lie on the device
+for as long as they are the same.  Enqueues nothing but the copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stepahead.device.base import Device, Staging
+from stepahead.plan import Join, Plan
+from stepahead.runner.counts import PenaltyCounts
+from stepahead.runner.inputs import StagedStep, chunk_rows, chunk_tokens
+from stepahead.runner.keep import KeepAlive
+from stepahead.runner.relay import Relay
+from stepahead.runner.sampler import SampleGroup
+from stepahead.runner.slots import SlotState
+from stepahead.runner.spec import RunnerSpec
+from stepahead.runner.wishes import Wishes
+
+
+@dataclass(frozen=True)
+class StagedChanges:
+    """What a plan changes in the slots before its step runs.
+
+    `joined_dev` int64[j]: slots with new owners, None if there are none.  `pages_dev` int64[2, k]:
+    page-table entries as `SlotState.apply` takes them, None if none change.  `counts`: (row of
+    counts, prompt int64[..], outputs int64[..]) of each new owner with penalties.
+    """
+
+    joined_dev: Tensor | None
+    pages_dev: Tensor | None
+    counts: tuple[tuple[int, Tensor, Tensor], ...]
+
+
+@dataclass(frozen=True)
+class PromptScore:
+    """A chunk whose prompt tokens want log-probabilities: its tokens first..first+count of the
+    step predict `targets_dev` int64[count], which stand at positions `start`.. of its slot."""
+
+    slot: int
+    start: int
+    first: int
+    count: int
+    width: int
+    targets_dev: Tensor
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A plan on its way to the device; `blocks` are the names of the memory it lies in."""
+
+    step: int
+    changes: StagedChanges
+    inputs: StagedStep
+    group: SampleGroup
+    scores: tuple[PromptScore, ...]
+    blocks: tuple[str, ...]
+
+
+class _Block:
+    """A step's staging block, and how many arrays have gone in."""
+
+    def __init__(self, staging: Staging) -> None:
+        self.staging = staging
+        self.count = 0
+
+    def add(self, array: np.ndarray) -> Tensor:
+        self.count += 1
+        return self.staging.add(array)
+
+
+class _Standing:
+    """What was staged in one step and is read by those after it; its block is held until then."""
+
+    def __init__(self, keep: KeepAlive) -> None:
+        self._keep = keep
+        self.names: tuple[str, ...] = ()  # of its block; none where nothing was staged
+
+    def replace(self, *names: str) -> None:
+        """It lies in another block from now on."""
+        self._keep.hold(*names)
+        self._keep.drop(*self.names)
+        self.names = names
+
+
+class Stager:
+    """Takes plans in their order.  Knows slots, rows and wishes as of the newest one."""
+
+    def __init__(
+        self,
+        device: Device,
+        spec: RunnerSpec,
+        slots: SlotState,
+        relay: Relay,
+        counts: PenaltyCounts,
+        keep: KeepAlive,
+        eos_dev: Tensor | None,
+    ) -> None:
+        self._device = device
+        self._check = spec.check
+        self._slots = slots
+        self._relay = relay
+        self._counts = counts
+        self._keep = keep
+        self._wishes = Wishes(spec.num_slots, spec.eos_ids, eos_dev)
+        self._joins: dict[int, Join] = {}  # of the slots in use
+        self._generations: dict[int, int] = {}  # of each slot's newest owner, in check mode
+        self._rows = np.zeros(0, np.int64)
+        self._rows_dev = torch.zeros(0, dtype=torch.int64, device=device.place)
+        self._rows_block = _Standing(keep)
+        self._group: SampleGroup | None = None  # of the decode rows alone, while they stay
+        self._group_block = _Standing(keep)
+
+    def decoding(self, plan: Plan) -> int:
+        """How many rows the plan decodes."""
+        return len(self._rows if plan.same_rows else plan.rows)
+
+    def stage(self, plan: Plan) -> Staged:
+        """Adds what the plan brings to the step's staging block, and sends it."""
+        block = _Block(self._device.stage(plan.step))
+        changes = self._stage_changes(plan, block)
+        self._stage_rows(plan, block)
+        group = self._sample_group(plan, block)
+        inputs = self._stage_inputs(plan, block)
+        scores = self._prompt_scores(inputs, block)
+        blocks = {*self._rows_block.names, *self._group_block.names}
+        if block.count:
+            block.staging.send()
+            blocks.add(block.staging.name)
+        return Staged(plan.step, changes, inputs, group, scores, tuple(sorted(blocks)))
+
+    def _stage_changes(self, plan: Plan, block: _Block) -> StagedChanges:
+        for slot in plan.leaves.tolist():
+            self._counts.give(slot)
+            self._joins.pop(slot, None)
+        counts = []
+        for join in plan.joins:
+            if self._check:
+                self._check_join(join)
+            self._joins[join.slot] = join
+            row = self._counts.take(join.slot) if join.params.penalised else None
+            self._wishes.enter(join, row)
+            if row is not None:
+                tokens_dev = block.add(join.tokens)
+                split = join.prompt_len
+                counts.append((row, tokens_dev[:split], tokens_dev[split:]))
+        joined = np.array([join.slot for join in plan.joins], np.int64)
+        pages = self._slots.page_changes(plan)
+        return StagedChanges(
+            block.add(joined) if len(joined) else None,
+            None if pages is None else block.add(pages),
+            tuple(counts),
+        )
+
+    def _check_join(self, join: Join) -> None:
+        slot, generation = join.slot, join.generation
+        newest = self._generations.get(slot, -1)
+        assert slot not in self._joins, f"slot {slot} was joined before its owner left"
+        assert generation > newest, f"slot {slot}: generation {generation} joined after {newest}"
+        self._generations[slot] = generation
+
+    def _stage_rows(self, plan: Plan, block: _Block) -> None:
+        if not plan.same_rows:
+            self._rows = plan.rows.astype(np.int64)
+            self._rows_dev = block.add(self._rows)
+            self._rows_block.replace(block.staging.name)
+        self._slots.computed[self._rows] += 1
+
+    def _sample_group(self, plan: Plan, block: _Block) -> SampleGroup:
+        table = plan.chunk_table
+        sampling = table[table[:, 3] > 0, 0]
+        if not plan.same_rows:
+            self._group = None
+        if self._group is not None and not len(sampling):
+            return self._group
+        before = block.count
+        group = self._wishes.group(np.concatenate([self._rows, sampling]), block.add)
+        if not len(sampling):
+            self._group = group
+            if block.count > before:
+                self._group_block.replace(block.staging.name)
+            else:  # nothing of it lies on the device
+                self._group_block.replace()
+        return group
+
+    def _stage_inputs(self, plan: Plan, block: _Block) -> StagedStep:
+        rows, rows_dev = self._rows, self._rows_dev
+        bounds = self._slots.computed[rows]
+        if not len(plan.chunks):
+            route = self._relay.route(rows, rows_dev, rows, plan.tokens, block.add)
+            return StagedStep(rows_dev, route, bounds, slots_dev=rows_dev)
+        table = plan.chunk_table
+        chunks = chunk_rows(plan, len(rows))
+        owners, lengths = table[:, 0], table[:, 1] + table[:, 2]
+        self._slots.computed[owners] = lengths
+        sampling = table[:, 3] > 0
+        last = np.array([first + count - 1 for _, first, count, _ in chunks])
+        sampled = np.concatenate([np.arange(len(rows)), last[sampling]])
+        slots = np.concatenate([rows, owners[sampling]])
+        both_dev = block.add(np.stack([sampled, slots]))
+        return StagedStep(
+            rows_dev,
+            self._relay.route(rows, rows_dev, slots, plan.tokens, block.add),
+            bounds,
+            slots_dev=both_dev[1],
+            sampled_dev=both_dev[0],
+            chunks=chunks,
+            chunk_tokens_dev=block.add(chunk_tokens(plan, self._joins)),
+            chunk_ends_dev=block.add(np.stack([owners, lengths])),
+        )
+
+    def _prompt_scores(self, step: StagedStep, block: _Block) -> tuple[PromptScore, ...]:
+        scores = []
+        for slot, first, count, end in step.chunks:
+            join = self._joins[slot]
+            width = join.params.prompt_logprobs
+            last = min(end, join.prompt_len - 1)
+            start = end - count + 1
+            if width is not None and last >= start:
+                targets = block.add(join.tokens[start : last + 1])
+                scores.append(PromptScore(slot, start, first, last + 1 - start, width, targets))
+        return tuple(scores)
