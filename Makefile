@@ -10,7 +10,7 @@ NEED := stepahead needs Python 3.11 or newer
 # a venv or an install that broke off half-way is made again
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test check mutants clean
+.PHONY: help demo test check mutants fuzz clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-7s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,6 +26,9 @@ check: .venv/.installed-dev ## lint, format, types and size budgets
 
 mutants: .venv/.installed-dev ## take each guard out in a copy: a test must fail by name (minutes)
 	@$(BIN)/python scripts/mutants
+
+fuzz: .venv/.installed-dev ## 20,000 random traces on the hostile device, each against the serial loop (10 minutes)
+	@$(BIN)/python tests/matrix.py --traces 20000
 
 clean: ## remove .venv and all that was built or cached
 	rm -rf .venv build dist out .pytest_cache .ruff_cache .hypothesis

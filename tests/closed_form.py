@@ -72,6 +72,12 @@ def logits_of(state: int, vocab_size: int) -> np.ndarray:
     return (bits & np.uint64(0xFFFFFF)).astype(np.float64) / 2**21
 
 
+def hidden_of(state: int) -> float:
+    """The state as a client gets it: a signed 64-bit number, rounded to float32."""
+    signed = state - (1 << 64) if state >> 63 else state
+    return float(np.float32(np.int64(signed)))
+
+
 # --- noise ----------------------------------------------------------------------------------
 
 
@@ -189,7 +195,8 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 @dataclass
 class Answer:
     """What a request must get.  `logits` are the raw ones each output was chosen from, and
-    `prompt_logits` those behind each prompt token but the first; `sure` outputs are certain."""
+    `prompt_logits` those behind each prompt token but the first; `hidden` are the states that
+    the outputs came from; `sure` outputs are certain."""
 
     tokens: list[int] = field(default_factory=list)
     reason: str = "length"
@@ -198,6 +205,7 @@ class Answer:
     sure: int = 0
     logits: list[np.ndarray] = field(default_factory=list)
     prompt_logits: list[np.ndarray] = field(default_factory=list)
+    hidden: list[float] = field(default_factory=list)
 
 
 def complete(toy: Toy, prompt: list[int], params: Any, seed: int, choice: int = 0) -> Answer:
@@ -213,12 +221,14 @@ def complete(toy: Toy, prompt: list[int], params: Any, seed: int, choice: int = 
     most = most if params.max_tokens is None else min(most, params.max_tokens)
     sure = True
     while len(answer.tokens) < most:
-        logits = logits_of(state_of(np.array(prompt + answer.tokens)), toy.vocab_size)
+        state = state_of(np.array(prompt + answer.tokens))
+        logits = logits_of(state, toy.vocab_size)
         place = Place(seed, choice, prompt, answer.tokens, ends)
         token, clear = choose(logits, params, place)
         sure &= clear
         answer.tokens.append(token)
         answer.logits.append(logits)
+        answer.hidden.append(hidden_of(state))
         answer.sure += sure
         if (stop := ended(toy, answer.tokens, params, ends)) is not None:
             answer.reason = "stop"

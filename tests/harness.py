@@ -12,148 +12,22 @@ replays one workload (with only the requests 0 and 2) against the serial loop on
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
-from closed_form import Toy, pieces
-from stepahead.config import ModelFacts, Resolved, config_from, resolve
+from engines import MODES, ORACLE, Shapes, Variant, toy_engine
 from stepahead.engine import Engine
 from stepahead.errors import RequestError
-from stepahead.loop.base import Executor, Flight
-from stepahead.plan import Plan
 from stepahead.scheduler.check import check as check_balance
 from stepahead.scheduler.lifetime import Entry
 from stepahead.scheduler.scheduler import Scheduler
-from stepahead.scheduler.stop import Vocabulary
-from stepahead.types import Finish, LogprobRows, Outputs
+from stepahead.types import Finish, HiddenRows, LogprobRows, Outputs
 from workloads import Abort, Ask, Workload, workload
 
 MOST_STEPS = 3000
-
-
-# --- engines --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Variant:
-    """How to run a workload: the loop, what stands for the device, a depth unless the loop's."""
-
-    loop: str = "serial"
-    device: str = "cpu"
-    device_seed: int = 0
-    depth: int = 0
-
-    def __str__(self) -> str:
-        return (
-            f"--loop {self.loop} --device {self.device} "
-            f"--device-seed {self.device_seed} --depth {self.depth}"
-        )
-
-
-ORACLE = Variant()
-
-
-def toy_of(options: dict[str, Any]) -> Toy:
-    """The toy that a workload's options describe."""
-    return Toy(options["vocab_size"], options["max_model_len"])
-
-
-def resolved(options: dict[str, Any], variant: Variant) -> Resolved:
-    """The effective configuration of a workload's options on a variant."""
-    settings = {name: value for name, value in options.items() if name != "vocab_size"}
-    device = "cpu" if variant.device == "paper" else variant.device
-    config = config_from(
-        "toy",
-        settings
-        | {
-            "loop": variant.loop,
-            "device": device,
-            "device_seed": variant.device_seed,
-            "executor": "inline",
-            "threads": 1,
-            "debug": True,
-        },
-    )
-    if variant.loop == "batch-queue" and variant.depth:
-        config = dataclasses.replace(config, depth=variant.depth)
-    facts = ModelFacts(options["vocab_size"], options["max_model_len"], (1,), 8)
-    return resolve(config, facts, bytes_available=1 << 40)
-
-
-class Tap:
-    """An executor that shows each plan to `on_plan` before it hands it on."""
-
-    def __init__(self, executor: Executor, on_plan: Callable[[Plan], None]) -> None:
-        self._executor = executor
-        self._on_plan = on_plan
-
-    def launch(self, plan: Plan) -> Flight:
-        """Shows, then launches."""
-        self._on_plan(plan)
-        return self._executor.launch(plan)
-
-    def close(self) -> None:
-        """Closes the executor inside."""
-        self._executor.close()
-
-
-def toy_engine(
-    options: dict[str, Any],
-    variant: Variant = ORACLE,
-    on_plan: Callable[[Plan], None] = lambda plan: None,
-    executor: Executor | None = None,
-) -> Engine:
-    """An engine around the toy on cpu, hostile, or paper (no torch), unless `executor` is given."""
-    settled = resolved(options, variant)
-    toy = toy_of(options)
-    if executor is None:
-        executor = paper(settled, toy) if variant.device == "paper" else inline(settled)
-    vocabulary = Vocabulary(pieces(toy.vocab_size), toy.specials)
-    engine = Engine(settled, Tap(executor, on_plan), vocabulary)
-    engine._core.depth = variant.depth or engine._core.depth
-    return engine
-
-
-def paper(settled: Resolved, toy: Toy) -> Executor:
-    """The runner on paper."""
-    from paper import PaperRunner
-
-    config = settled.config
-    return PaperRunner(toy, config.num_slots, settled.pages, config.page_size)
-
-
-def runner_spec(settled: Resolved) -> Any:
-    """The RunnerSpec of the toy for a configuration."""
-    from stepahead.runner.spec import RunnerSpec
-
-    config, length = settled.config, settled.model_len
-    return RunnerSpec(
-        "stepahead.model.toy:ToyModel",
-        {"vocab_size": settled.facts.vocab_size, "max_len": length},
-        device=config.device,
-        device_seed=config.device_seed,
-        num_slots=config.num_slots,
-        num_pages=settled.pages,
-        page_size=config.page_size,
-        max_pages=-(-length // config.page_size),
-        eos_ids=settled.facts.eos_ids,
-        relay=config.relay,
-        depth=config.steps_ahead,
-        check=True,
-    )
-
-
-def inline(settled: Resolved) -> Executor:
-    """The real runner in this thread, around the toy."""
-    from stepahead.executor.inline import InlineExecutor
-    from stepahead.runner.build import build_runner
-
-    return InlineExecutor(build_runner(runner_spec(settled)))
 
 
 # --- running --------------------------------------------------------------------------------
@@ -165,21 +39,22 @@ Row = tuple[float, int, tuple[int, ...], tuple[float, ...]]
 class Told:
     """All that one client heard of one choice.  Log-probabilities are (chosen, rank, best ids,
     best values), cut to the width it asked for; those of the prompt by position, as told first,
-    and in `retold` beside what was told there later."""
+    and in `retold` beside what was told there later.  `hidden` has a state for each token."""
 
     seed: int = 0
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Row] = field(default_factory=list)
     prompt_logprobs: dict[int, Row] = field(default_factory=dict)
     retold: list[tuple[Row, Row]] = field(default_factory=list)
+    hidden: list[tuple[float, ...]] = field(default_factory=list)
     firsts: int = 0
     finish: Finish | None = None
     refused: str = ""
 
     @property
     def aborted(self) -> bool:
-        """Whether it gave up before its end."""
-        return self.finish is not None and self.finish.reason == "abort"
+        """Whether it, or the engine, gave up before its end."""
+        return self.finish is not None and self.finish.reason in ("abort", "error")
 
     @property
     def ended_early(self) -> bool:
@@ -202,9 +77,11 @@ class Run:
 class Client:
     """Plays a workload on an engine and holds it to one end each, balance and frontiers."""
 
-    def __init__(self, engine: Engine, work: Workload) -> None:
+    def __init__(self, engine: Engine, work: Workload, failing: bool = False) -> None:
+        """`failing`: the device is made to fail, so requests may end with `error`."""
         self.engine = engine
         self.work = work
+        self.failing = failing
         self.run = Run({}, Counter(), 0)
         self._who: dict[int, Who] = {}  # by request id
         self._rids: dict[Who, int] = {}
@@ -219,15 +96,18 @@ class Client:
         self._preempt(entry)
 
     def play(self) -> Run:
-        """Runs it to the end."""
+        """Runs it to the end, or to where it is shut down or fails."""
         asks = list(enumerate(self.work.asks))
         while asks or self.engine.has_work:
             step = self.run.steps
             assert step < MOST_STEPS, "the engine makes no progress"
             while asks and asks[0][1].at <= step:
                 self._add(*asks.pop(0))
+            if step == self.work.shutdown:
+                self._shut_down()
+                break
             if step in self.work.flushes:
-                self.engine.scheduler.flush_cache()
+                self.run.counts["cache resets"] += self.engine.scheduler.flush_cache() > 0
             self._abort("step", lambda who, n: n <= self.run.steps)
             if self.engine.has_work and (outputs := self.engine.step()) is not None:
                 self._hear(outputs)
@@ -235,8 +115,21 @@ class Client:
             self._abort("end", lambda who, n: self.run.told[who].finish is not None)
             check_frontiers(self.engine.scheduler)
             self.run.steps += 1
+            if self.engine.failure is not None and not self.engine.has_work:
+                self.run.counts["failures"] += 1
+                break
         self._finish()
         return self.run
+
+    def _shut_down(self) -> None:
+        counts = self.run.counts
+        counts["shutdowns"] += 1
+        counts["shutdowns with flights in the air"] += self.engine._core.flights > 0
+        self.engine.close()
+        while self.engine.has_work:
+            outputs = self.engine.step()
+            assert outputs is not None, "a closed engine with something to do and nothing to tell"
+            self._hear(outputs)
 
     def _add(self, index: int, ask: Ask) -> None:
         try:
@@ -274,12 +167,17 @@ class Client:
             one.firsts += 1
             assert len(one.tokens) == 1, "a first token that is not the first"
         self._hear_logprobs(outputs)
+        if outputs.hidden is not None:
+            self._hear_hidden(outputs, outputs.hidden)
         for finish in outputs.finishes:
-            one = told[self._who[finish.rid]]
-            assert one.finish is None, "two ends"
-            assert finish.reason != "error", finish.error
-            one.finish = finish
-            assert finish.tokens.tolist() == one.tokens, "the end lists other tokens than came"
+            self._hear_end(finish)
+
+    def _hear_end(self, finish: Finish) -> None:
+        one = self.run.told[self._who[finish.rid]]
+        assert one.finish is None, "two ends"
+        assert finish.reason != "error" or self.failing, finish.error
+        one.finish = finish
+        assert finish.tokens.tolist() == one.tokens, "the end lists other tokens than came"
 
     def _hear_logprobs(self, outputs: Outputs) -> None:
         if (values := outputs.logprobs) is not None:
@@ -300,6 +198,15 @@ class Client:
                     (heard.setdefault(prompt.start + row, value), value)
                 )
 
+    def _hear_hidden(self, outputs: Outputs, values: HiddenRows) -> None:
+        assert values.values.dtype == np.float32
+        states = values.values.reshape(len(values.rows), values.width).tolist()
+        for row, state in zip(values.rows.tolist(), states, strict=True):
+            who = self._who[int(outputs.rids[row])]
+            assert self.work.asks[who[0]].params.return_hidden_states, "states nobody asked for"
+            self.run.told[who].hidden.append(tuple(state))
+            self.run.counts["hidden states"] += 1
+
     def _finish(self) -> None:
         for (index, choice), one in self.run.told.items():
             if not one.refused:
@@ -317,6 +224,8 @@ class Client:
         assert one.firsts == bool(one.tokens), "not one first token"
         if ask.params.logprobs is not None:
             assert len(one.logprobs) == len(one.tokens), "a token without log-probabilities"
+        if ask.params.return_hidden_states:
+            assert len(one.hidden) == len(one.tokens), "a token without its hidden state"
         assert 0 <= end.cached_tokens < len(ask.prompt), "nothing was left to compute"
         assert end.cached_tokens % self.work.options["page_size"] == 0, "half a page was cached"
         # the first choice tells the prompt's log-probabilities for all of them
@@ -348,7 +257,8 @@ def check_frontiers(scheduler: Scheduler) -> None:
     """Balance, and what the design says of frontiers, held from outside after every step."""
     check_balance(scheduler.life, scheduler._launched)
     table, size = scheduler.table, scheduler.limits.page_size
-    settled = table.planned - table.in_flight
+    planned, in_flight, *_ = table.folded()  # looking at the columns would bring them up to date
+    settled = planned - in_flight
     assert (settled >= 0).all(), "in flight is more than planned"
     assert (table.held * size <= settled).all(), "a page in the tree is not settled"
     store = scheduler.store
@@ -363,7 +273,11 @@ def check_frontiers(scheduler: Scheduler) -> None:
 
 def play(work: Workload, variant: Variant = ORACLE) -> Run:
     """The workload on a toy engine of this variant."""
-    return Client(toy_engine(work.options, variant), work).play()
+    shapes = Shapes()
+    engine = toy_engine(work.options, variant, shapes.see)
+    run = Client(engine, work, failing=variant.fail_at > 0).play()
+    run.counts.update(shapes.counts)
+    return run
 
 
 # --- comparing ------------------------------------------------------------------------------
@@ -388,6 +302,8 @@ def exactly(one: Told, two: Told) -> str:
         return f"told two prompt logprobs: {unlike}"
     if one.logprobs[:short] != two.logprobs[:short]:
         return f"logprobs {one.logprobs} and {two.logprobs}"
+    if one.hidden[:short] != two.hidden[:short]:
+        return f"hidden states {one.hidden} and {two.hidden}"
     shared = one.prompt_logprobs.keys() & two.prompt_logprobs.keys() if cut else None
     for at in shared if cut else one.prompt_logprobs.keys() | two.prompt_logprobs.keys():
         if one.prompt_logprobs.get(at) != two.prompt_logprobs.get(at):
@@ -470,6 +386,9 @@ def replay(
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--device-seed", type=int, default=0)
     parser.add_argument("--depth", type=int, default=0)
+    parser.add_argument("--fence", default="fine")
+    parser.add_argument("--mode", default="plain", choices=MODES)
+    parser.add_argument("--fail-at", type=int, default=0)
     given = parser.parse_args()
     work = make(given.seed)
     if given.keep:
@@ -477,7 +396,9 @@ def replay(
     print(work.options)
     for ask in work.asks:
         print(ask)
-    variant = Variant(given.loop, given.device, given.device_seed, given.depth)
+    device = given.device, given.device_seed
+    how = given.fence, given.mode, given.fail_at
+    variant = Variant(given.loop, *device, given.depth, *how)
     oracle = Variant(device="paper" if given.device == "paper" else "cpu")
     lines = differences(player(work, oracle), player(work, variant), compare)
     print("\n".join(lines) or "the same")

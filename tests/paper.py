@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from closed_form import Place, Toy, choose, log_softmax, logits_of, state_of
+from closed_form import Place, Toy, choose, hidden_of, log_softmax, logits_of, state_of
 from stepahead.plan import Join, Plan, PromptRows, Result, decode_plan, encode_plan
-from stepahead.types import LogprobRows
+from stepahead.types import HiddenRows, LogprobRows
 
 EMPTY = -1
 
@@ -130,30 +130,34 @@ class PaperRunner:
     def _results(self, plan: Plan) -> Result:
         chunks = plan.chunk_table.tolist()
         slots = [*self._rows, *(slot for slot, _, _, samples in chunks if samples)]
-        tokens, rows = [], []
+        tokens, rows, states = [], [], []
         for index, slot in enumerate(slots):
             owner = self.owners[slot]
-            token, logits = self._next(owner)
+            state = state_of(np.array(self._read(owner)))
+            logits = logits_of(state, self.toy.vocab_size)
+            token = self._next(owner, logits)
             owner.relay = token
             tokens.append(token)
             if owner.join.params.logprobs is not None:
                 rows.append((index, token, logits, owner.join.params.logprobs))
+            if owner.join.params.return_hidden_states:
+                states.append((index, hidden_of(state)))
         prompts = [self._prompt(slot, start, count) for slot, start, count, _ in chunks]
         return Result(
             plan.step,
             np.array(tokens, np.int32),
             logprobs=scored(rows) if rows else None,
             prompt_logprobs=tuple(filter(None, prompts)),
+            hidden=hidden_rows(states) if states else None,
         )
 
-    def _next(self, owner: _Owner) -> tuple[int, np.ndarray]:
+    def _next(self, owner: _Owner, logits: np.ndarray) -> int:
         read, join = self._read(owner), owner.join
-        logits = logits_of(state_of(np.array(read)), self.toy.vocab_size)
         split = join.prompt_len
         named = join.params.stop_token_ids or ()
         ends = frozenset(named) | (frozenset() if join.params.ignore_eos else {self.toy.eos})
         place = Place(join.seed, join.choice, read[:split], read[split:], ends)
-        return choose(logits, join.params, place)[0], logits
+        return choose(logits, join.params, place)[0]
 
     def _prompt(self, slot: int, start: int, count: int) -> PromptRows | None:
         owner = self.owners[slot]
@@ -168,6 +172,12 @@ class PaperRunner:
             for i, (at, values) in enumerate(zip(targets, logits, strict=True))
         ]
         return PromptRows(slot, start + 1, scored(rows))
+
+
+def hidden_rows(states: list[tuple[int, float]]) -> HiddenRows:
+    """HiddenRows of (index, state): one number each."""
+    indices, values = zip(*states, strict=True)
+    return HiddenRows(np.array(indices, np.int32), 1, np.array(values, np.float32))
 
 
 def scored(rows: list[tuple[int, int, np.ndarray, int]]) -> LogprobRows:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import msgspec
+
 from stepahead.types import SamplingParams
 
 
@@ -33,12 +35,14 @@ class Ask:
 
 @dataclass(frozen=True)
 class Workload:
-    """Everything that happens, as data.  The cache is emptied before the steps in `flushes`."""
+    """Everything that happens, as data.  The cache is emptied before the steps in `flushes`; the
+    engine is closed before step `shutdown`."""
 
     seed: int
     options: dict[str, Any]
     asks: tuple[Ask, ...]
     flushes: tuple[int, ...] = ()
+    shutdown: int | None = None
 
     def keeping(self, kept: Sequence[int]) -> Workload:
         """The same with some of its requests only."""
@@ -63,18 +67,19 @@ def workload(seed: int) -> Workload:
         "max_rows": rnd.randint(1, 8),
         "max_step_tokens": rnd.choice((2, 4, 8, 16, 32)),
         "prefix_cache": rnd.random() < 0.8,
-        "num_pages": _pool(rnd, asks, page_size, length),
+        "num_pages": pool_for(rnd, asks, page_size, length),
         "seed": rnd.randrange(100),
     }
     flushes = (rnd.randrange(20),) if rnd.random() < 0.05 else ()
-    return Workload(seed, options, tuple(asks), flushes)
+    # last, so that all other choices of a seed stay what they were
+    return Workload(seed, options, tuple(_wanting_states(rnd, ask) for ask in asks), flushes)
 
 
 def _tokens(rnd: random.Random, count: int, vocab: int) -> list[int]:
     return [rnd.randrange(2, vocab) for _ in range(count)]
 
 
-def _pool(rnd: random.Random, asks: list[Ask], page_size: int, length: int) -> int:
+def pool_for(rnd: random.Random, asks: Sequence[Ask], page_size: int, length: int) -> int:
     """The largest request's pages and a few more: requests must yield to each other."""
 
     def pages(ask: Ask) -> int:
@@ -129,6 +134,12 @@ def _params(rnd: random.Random, vocab: int) -> SamplingParams:
     if fields["max_tokens"] is not None:
         maybe(0.2, "min_tokens", lambda: rnd.randint(1, fields["max_tokens"]))
     return SamplingParams(**fields)
+
+
+def _wanting_states(rnd: random.Random, ask: Ask) -> Ask:
+    if rnd.random() >= 0.1:
+        return ask
+    return replace(ask, params=msgspec.structs.replace(ask.params, return_hidden_states=True))
 
 
 def _stops(rnd: random.Random) -> str | list[str]:

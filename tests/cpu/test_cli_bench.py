@@ -20,6 +20,7 @@ FIGURES = {
     "host_hidden_us",
     "host_exposed_us",
     "device_idle_pct",
+    "syncs",
 }
 
 

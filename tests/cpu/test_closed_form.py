@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from closed_form import Answer, complete, log_softmax
-from harness import ORACLE, Row, Told, play, toy_of
+from engines import ORACLE, toy_of
+from harness import Row, Told, play
 from stepahead.types import SamplingParams
 from workloads import Ask, Workload, workload
 
@@ -30,11 +31,17 @@ def answers(work: Workload) -> list[tuple[Ask, Told, Answer]]:
 
 
 def hold(ask: Ask, told: Told, answer: Answer) -> None:
-    """Tokens up to the first that is not sure; then, if all were, the end; and all log-probs."""
+    """Tokens up to the first that is not sure, with what came beside them; then, if all were, the
+    end."""
     sure = answer.sure
     assert told.tokens[:sure] == answer.tokens[: min(sure, len(told.tokens))]
     for row, logits, token in zip(told.logprobs, answer.logits[:sure], told.tokens, strict=False):
         hold_logprob(row, logits, token)
+    if ask.params.return_hidden_states:
+        # the state before the first token that is not sure is certain too
+        states = [(state,) for state in answer.hidden[: sure + 1]]
+        assert len(told.hidden) == len(told.tokens)
+        assert told.hidden[: sure + 1] == states[: len(told.tokens)]
     for at, logits in enumerate(answer.prompt_logits, 1):
         if not told.aborted or at in told.prompt_logprobs:
             hold_logprob(told.prompt_logprobs[at], logits, ask.prompt[at])
@@ -70,9 +77,11 @@ def test_serial_gives_the_closed_form(shard: int) -> None:
             counts[answer.reason] += 1
             counts["strings"] += isinstance(answer.stop_reason, str)
             counts["inside a token"] += answer.stop_end_bytes > 0
+            counts["hidden states"] += len(told.hidden)
     # else the comparison above would compare little
     assert counts["sure"] > 0.98 * counts["tokens"] > 1000
-    assert min(counts[name] for name in ("stop", "length", "strings", "inside a token")) > 3
+    met = ("stop", "length", "strings", "inside a token", "hidden states")
+    assert min(counts[name] for name in met) > 3
 
 
 def one(params: SamplingParams, prompt: tuple[int, ...] = (5, 9, 2)) -> Told:

@@ -11,7 +11,7 @@ from offline_makers import tiny_llama
 
 FIGURES = {
     *("tokens_per_s", "tpot_ms_p50", "tpot_ms_p99", "ttft_ms_p50", "ttft_ms_p99"),
-    *("host_hidden_us", "host_exposed_us", "device_idle_pct"),
+    *("host_hidden_us", "host_exposed_us", "device_idle_pct", "syncs"),
 }
 
 

@@ -23,7 +23,9 @@ def ints(*values: int) -> np.ndarray:
 
 def plans() -> list[Plan]:
     """One request: ten prompt tokens in two chunks, then six tokens one by one."""
-    params = SamplingParams(temperature=0.8, max_tokens=7, logprobs=2, prompt_logprobs=1)
+    params = SamplingParams(
+        temperature=0.8, max_tokens=7, logprobs=2, prompt_logprobs=1, return_hidden_states=True
+    )
     pages = ints(1, 2, 3, 4, 5)
     join = Join(1, 1, PROMPT, len(PROMPT), 0, pages, params, 11, 0)
     return [
@@ -59,7 +61,8 @@ def run(executor: InlineExecutor | ProcessExecutor) -> list[Result]:
 def numbers(value: object) -> object:
     """All that a result says, times aside, as plain values."""
     if isinstance(value, Result):
-        return (value.step, *map(numbers, (value.tokens, value.logprobs, value.prompt_logprobs)))
+        columns = (value.tokens, value.logprobs, value.prompt_logprobs, value.hidden, value.syncs)
+        return (value.step, *map(numbers, columns))
     if isinstance(value, np.ndarray):
         return (str(value.dtype), value.tolist())
     if isinstance(value, tuple):
@@ -84,7 +87,8 @@ def test_a_request_and_a_failure_are_the_same_in_both() -> None:
         inline.close()
         process.close()
     assert [len(result.tokens) for result in expected] == [0, 1, 1, 1, 1, 1, 1]
-    assert expected[2].has_logprobs
+    assert [result.hidden is not None for result in expected] == [False] + [True] * 6
+    assert expected[2].logprobs is not None
     assert expected[0].prompt_logprobs
     assert [numbers(result) for result in found] == [numbers(result) for result in expected]
     assert found[3].device_end_ns > found[3].device_start_ns > 0

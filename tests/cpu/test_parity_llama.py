@@ -20,18 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from closed_form import pieces
-from harness import (
-    Client,
-    Row,
-    Run,
-    Told,
-    Variant,
-    check,
-    ends_of,
-    replay,
-    resolved,
-    runner_spec,
-)
+from engines import Variant, resolved, runner_spec
+from harness import Client, Row, Run, Told, check, ends_of, replay
 from stepahead.config import ModelFacts
 from stepahead.engine import Engine
 from stepahead.executor.inline import InlineExecutor

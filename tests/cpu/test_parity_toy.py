@@ -11,7 +11,8 @@ from collections import Counter
 
 import pytest
 
-from harness import Variant, check
+from engines import Variant
+from harness import check
 
 SHARDS = 20
 WORKLOADS = 100  # a shard

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from closed_form import Toy, complete
-from harness import Client, Variant, play, toy_engine
+from engines import Variant, toy_engine
+from harness import Client, play
 from stepahead.plan import Plan, encode_plan
 from stepahead.types import SamplingParams
 from workloads import Abort, Ask, Workload, workload

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness import Client, Variant, resolved, runner_spec, toy_engine
+from engines import Variant, resolved, runner_spec, toy_engine
+from harness import Client
 from stepahead.plan import Plan
 from stepahead.runner.build import build_runner
 from stepahead.runner.relay.row import RowRelay, RowRoute

@@ -58,7 +58,7 @@ class Watching:
 
 
 class Strict(EagerDevice):
-    """An operation finds nonsense in each block that it does not say it reads, and in freed ones."""
+    """An operation finds nonsense in blocks that it does not say it reads, and in freed ones."""
 
     def __init__(self) -> None:
         self.uploads: list[tuple[str, Tensor]] = []

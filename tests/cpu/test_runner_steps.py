@@ -11,17 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness import (
-    ORACLE,
-    Client,
-    Run,
-    Variant,
-    differences,
-    exactly,
-    resolved,
-    runner_spec,
-    toy_engine,
-)
+from engines import ORACLE, Variant, resolved, runner_spec, toy_engine
+from harness import Client, Run, differences, exactly
 from stepahead.device.base import Event, Stream
 from stepahead.device.eager import EagerDevice
 from stepahead.executor.inline import InlineExecutor
@@ -236,7 +227,7 @@ class Undeclared(ToyModel):
 def test_a_model_that_declares_nothing_gets_the_coarse_fence(
     model: Callable[[int, int], ToyModel], fence: str, fine: bool
 ) -> None:
-    spec = runner_spec(resolved(OPTIONS | {"fence": fence}, Variant("overlap")))
+    spec = runner_spec(resolved(OPTIONS, Variant("overlap", fence=fence)))
     assert Runner(model(17, 64), EagerDevice(), spec, 17)._fence.fine == fine
 
 

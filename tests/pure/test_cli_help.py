@@ -92,6 +92,7 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
         (["chat", "toy", "--logit-bias", "3"], "--logit-bias"),
         (["chat", "toy", "--max-rows", "0"], "max_rows=0"),
         (["chat", "toy", "--chat-template", "/no/such/template"], "/no/such/template"),
+        (["chat", "toy", "--return-hidden-states"], "chat shows text alone"),
         (["bench", "toy", "--output-len", "0"], "output_len=0"),
         (["bench", "toy", "--num-pages", "3", "--kv-memory-gb", "1"], "give one of them"),
     ],

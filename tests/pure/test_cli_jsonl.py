@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from stepahead.cli import jsonl
@@ -79,6 +80,26 @@ def test_an_id_is_no_lines_number(tmp_path: Path) -> None:
         with AnswerFile(path) as answers:
             found = [place for place, line in enumerate(lines) if line.key in answers.done]
         assert found == told
+
+
+def test_hidden_states_come_back_to_the_bit(tmp_path: Path) -> None:
+    bits = np.random.default_rng(2).integers(0, 1 << 32, 600, np.uint32).view(np.float32)
+    states = np.append(bits[np.isfinite(bits)][:397], np.float32([0.1, -0.0, 1e-45])).reshape(
+        4, 100
+    )
+    asked = CompletionOutput(0, "x", [6, 7, 8, 9], hidden_states=states)
+    other = CompletionOutput(1, "y", [6], hidden_states=states[1:2])
+    (line,) = read_lines(write(tmp_path / "in", b'{"prompt": "a", "return_hidden_states": true}'))
+    path = tmp_path / "out.jsonl"
+    with AnswerFile(path) as answers:
+        answers.write(answered(line, RequestOutput("0", None, [5], [asked, other])))
+        answers.write(answered(line, RequestOutput("0", None, [5], [CompletionOutput(0, "", [])])))
+    with_states, without = map(json.loads, path.read_bytes().splitlines())
+    assert np.array(with_states["hidden_states"], np.float32).tobytes() == states.tobytes()
+    assert np.array(with_states["hidden_states"]).shape == (4, 100)
+    of_choices = [choice["hidden_states"] for choice in with_states["choices"]]
+    assert of_choices == [states.tolist(), states[1:2].tolist()]
+    assert "hidden_states" not in without
 
 
 def test_lines_that_nest_or_never_end_fail_alone(

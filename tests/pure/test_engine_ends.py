@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 from closed_form import Toy
-from harness import Tap, Variant, paper, resolved, toy_engine
+from engines import Tap, Variant, paper, resolved, toy_engine
+from listener import ENDLESS, LOOPS, OPTIONS, Listener
 from stepahead.engine import Engine
-from stepahead.errors import EngineClosed, InvalidParameter, PoolFull, StepFailed
+from stepahead.errors import EngineClosed, EngineError, InvalidParameter, PoolFull, StepFailed
 from stepahead.plan import Plan, Result
 from stepahead.types import Finish, SamplingParams
-from workloads import Workload
 
 
 class Falling:
@@ -59,34 +63,238 @@ def test_a_failed_step_ends_everyone_with_its_words(loop: str) -> None:
     assert isinstance(engine.failure, StepFailed)
     with pytest.raises(EngineClosed, match="the model raised: ouch"):
         engine.add([2], SamplingParams())
-    assert engine.close() == engine.close() == []
+    engine.close()
+    engine.close()
     assert falling.closed == 1
 
 
-def closing_engine(work: Workload) -> tuple[Engine, list[int]]:
-    """An engine some steps into a workload of endless answers."""
-    engine = toy_engine(work.options, Variant("overlap", "paper"))
-    rids = []
-    for first in range(2, 7):
-        rids += engine.add([first, 3, 4], SamplingParams(max_tokens=20, ignore_eos=True, n=2))
-    return engine, rids
+@pytest.fixture(scope="module")
+def right() -> dict[int, list[int]]:
+    """What the serial loop tells everyone when nothing ends early."""
+    listener = Listener(toy_engine(OPTIONS, Variant("serial", "paper")))
+    listener.listen()
+    assert {end.reason for end in listener.ends.values()} == {"length"}
+    return listener.tokens
 
 
-@pytest.mark.parametrize("steps", [0, 1, 2, 5])
-def test_closing_ends_everyone_once(steps: int) -> None:
-    options = {"vocab_size": 64, "max_model_len": 32, "page_size": 4, "max_rows": 3}
-    engine, rids = closing_engine(Workload(0, options | {"num_pages": 24}, ()))
-    for _ in range(steps):
-        engine.step()
-    engine.abort(rids[0])
-    finishes = engine.close()
-    assert sorted(finish.rid for finish in finishes) == rids
-    assert {finish.reason for finish in finishes} == {"abort"}
-    assert engine.close() == []
+def on_paper(loop: str, depth: int) -> tuple[Variant, Any]:
+    """A variant, and an executor for it."""
+    variant = Variant(loop, "paper", depth=depth)
+    return variant, paper(resolved(OPTIONS, variant), Toy(64, 64))
+
+
+@pytest.mark.parametrize(("loop", "depth"), LOOPS)
+def test_closing_between_steps_ends_everyone_once(
+    loop: str, depth: int, right: dict[int, list[int]]
+) -> None:
+    """Whatever is in the air: nothing, chunks of a prompt, D-1 steps of decoding."""
+    flights = set()
+    for steps in range(12):
+        variant, inner = on_paper(loop, depth)
+        closing = Closing(inner, never)
+        listener = Listener(toy_engine(OPTIONS, variant, executor=closing))
+        engine = listener.engine
+        for _ in range(steps):
+            listener.step()
+        flights.add(engine._core.flights)
+        settled = [settled_of(engine, prompt) for prompt in listener.prompts.values()]
+        engine.close()
+        engine.close()
+        assert closing.closed == 1
+        listener.listen()
+        listener.check("abort", right)
+        for prompt, known in zip(listener.prompts.values(), settled, strict=True):
+            assert cached(engine, prompt) <= known, "a page that was never written can be found"
+    assert flights == {0, (depth or (1 if loop == "serial" else 2)) - 1}
+
+
+def settled_of(engine: Engine, prompt: list[int]) -> int:
+    """Positions of a prompt whose KV is known to be written."""
+    found = [entry for entry in engine.scheduler.life.entries if entry]
+    slots = [e.slot for e in found if e.request.prompt.tolist() == prompt]
+    running = max((engine.scheduler.table.settled(slot) for slot in slots), default=0)
+    return max(running, cached(engine, prompt))
+
+
+def cached(engine: Engine, prompt: list[int]) -> int:
+    """Positions of a prompt that the prefix tree gives."""
+    return 4 * len(engine.scheduler.store.match(np.array([*prompt, 0], np.int32)))
+
+
+def never(step: int) -> bool:
+    """No step is the one."""
+    return False
+
+
+class Closing:
+    """An executor; at a landing that is `due`, `then` is called before the flight comes down."""
+
+    def __init__(self, inner: Any, due: Any, then: Any = None) -> None:
+        self.inner, self.due, self.then, self.closed = inner, due, then, 0
+
+    def launch(self, plan: Plan) -> Any:
+        """A flight that asks whether its landing is due."""
+        return ClosingFlight(self, plan.step, self.inner.launch(plan))
+
+    def close(self) -> None:
+        """Counts."""
+        self.closed += 1
+
+
+class ClosingFlight:
+    """A step of Closing."""
+
+    def __init__(self, owner: Closing, step: int, inner: Any) -> None:
+        self.owner, self.step, self.inner = owner, step, inner
+
+    def land(self) -> Result:
+        """Lands."""
+        if self.owner.due(self.step):
+            self.owner.then()
+        return self.inner.land()
+
+
+@pytest.mark.parametrize("comes", ["back", "closed"])
+@pytest.mark.parametrize(("loop", "depth"), LOOPS)
+def test_closing_in_the_middle_of_a_step(
+    loop: str, depth: int, comes: str, right: dict[int, list[int]]
+) -> None:
+    """From a signal's handler: the step goes on, with its results (an inline runner) or without
+    them (a worker that is gone), and what is in its hands is not pulled from under it."""
+    most = 0
+    for due in range(8):
+
+        def close() -> None:
+            nonlocal most
+            most = max(most, engine._core.flights)
+            engine.close()
+            assert engine.scheduler.in_flight, "the step's flights were dropped under it"
+            if comes == "closed":
+                raise EngineClosed("the engine was closed")
+
+        variant, inner = on_paper(loop, depth)
+        closing = Closing(inner, due.__eq__, close)
+        listener = Listener(toy_engine(OPTIONS, variant, executor=closing))
+        engine = listener.engine
+        listener.listen()
+        listener.check("abort", right)
+        assert engine.failure is None
+        assert closing.closed == 1
+    assert most == (depth or (1 if loop == "serial" else 2))
+
+
+def test_closing_at_any_moment_by_another_thread(right: dict[int, list[int]]) -> None:
+    """Each end is told once by the stepping thread, wherever the other one strikes."""
+    switch_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for delay in range(150):
+            listener = Listener(toy_engine(OPTIONS, Variant("overlap", "paper")))
+            stepping = threading.Thread(target=listener.listen)
+            stepping.start()
+            time.sleep(delay * 1e-4)
+            listener.engine.close()
+            stepping.join(30)
+            assert not stepping.is_alive()
+            assert listener.error is None, listener.error
+            assert set(listener.ends) == set(listener.prompts)
+            listener.check_at_rest()
+    finally:
+        sys.setswitchinterval(switch_s)
+
+
+def test_has_work_while_another_thread_ends_the_requests() -> None:
+    """Between the scheduler's hands and the messages to tell they are nowhere."""
+    listener = Listener(toy_engine(OPTIONS, Variant("overlap", "paper")))
+    engine, asked = listener.engine, []
+    drop = engine.scheduler.drop_all
+
+    def watched(reason: Any, error: str = "") -> list[Finish]:
+        finishes = drop(reason, error)
+        asked.append(engine.has_work)
+        return finishes
+
+    engine.scheduler.drop_all = watched  # type: ignore[method-assign]
+    engine.close()
+    assert asked == [True]
+    listener.listen()
+    assert set(listener.ends) == set(listener.prompts)
+
+
+def test_an_engine_is_not_for_two_threads() -> None:
+    seen: list[BaseException] = []
+
+    def call() -> None:
+        calls: list[Callable[[], Any]] = [
+            listener.engine.step,
+            lambda: listener.engine.add([2], ENDLESS),
+            lambda: listener.engine.abort(0),
+        ]
+        for one in calls:
+            with pytest.raises(EngineError, match="while another call was at work") as caught:
+                one()
+            seen.append(caught.value)
+
+    def in_another_thread() -> None:
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+
+    variant, inner = on_paper("overlap", 0)
+    closing = Closing(inner, (3).__eq__, in_another_thread)
+    listener = Listener(toy_engine(OPTIONS, variant, executor=closing))
+    listener.listen()
+    assert listener.error is None
+    assert len(seen) == 3
+    assert {end.reason for end in listener.ends.values()} == {"length"}
+
+
+@pytest.mark.parametrize(("loop", "depth"), LOOPS)
+def test_a_failed_device_and_then_a_close_is_one_end(
+    loop: str, depth: int, right: dict[int, list[int]]
+) -> None:
+    variant, inner = on_paper(loop, depth)
+
+    def fail() -> None:
+        raise StepFailed("the device is gone")
+
+    closing = Closing(inner, (6).__eq__, fail)
+    listener = Listener(toy_engine(OPTIONS, variant, executor=closing))
+    engine = listener.engine
+    while engine.failure is None:
+        before = engine.step()
+        if before is not None:
+            listener.hear(before)
+    engine.close()
+    listener.check("error", right)
+    assert {end.error for end in listener.ends.values()} == {"the device is gone"}
+
+
+def test_ends_that_were_not_told_before_a_close_are_told_after_it() -> None:
+    listener = Listener(toy_engine(OPTIONS, Variant("overlap", "paper")))
+    listener.engine.abort(0)
+    listener.engine.close()
+    listener.listen()
+    assert set(listener.ends) == set(listener.prompts)
     with pytest.raises(EngineClosed, match="closed"):
-        engine.step()
-    with pytest.raises(EngineClosed, match="closed"):
-        engine.add([2], SamplingParams())
+        listener.engine.add([2], ENDLESS)
+    listener.engine.abort(1)  # it has ended: nothing to do
+
+
+def test_an_executor_that_can_not_close_leaves_no_request_behind(
+    right: dict[int, list[int]],
+) -> None:
+    def impatient() -> None:
+        raise KeyboardInterrupt
+
+    variant, inner = on_paper("overlap", 0)
+    inner.close = impatient
+    listener = Listener(toy_engine(OPTIONS, variant, executor=inner))
+    listener.step()
+    with pytest.raises(KeyboardInterrupt):
+        listener.engine.close()
+    listener.listen()
+    listener.check("abort", right)
 
 
 def test_a_refused_choice_takes_its_siblings_with_it() -> None:

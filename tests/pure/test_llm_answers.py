@@ -17,7 +17,14 @@ from stepahead.llm.prompts import Prompt
 from stepahead.scheduler.stop import StopTable, Vocabulary
 from stepahead.text.texts import Texts, ToyTexts
 from stepahead.text.tokenizer import Tokenizer
-from stepahead.types import Finish, LogprobRows, Outputs, RequestOutput, SamplingParams
+from stepahead.types import (
+    Finish,
+    HiddenRows,
+    LogprobRows,
+    Outputs,
+    RequestOutput,
+    SamplingParams,
+)
 from text_makers import byte_level_json, save_folder, sentencepiece_json
 
 TOY = ToyTexts(90)
@@ -178,6 +185,66 @@ def test_logprobs_go_with_their_tokens() -> None:
     assert choice.cumulative_logprob == -3.0
     bare, _ = collect(TOY, [4, 6], SamplingParams(logprobs=0), streaming=False)
     assert [list(row) for row in bare.outputs[0].logprobs or ()] == [[4], [6]]
+
+
+def states(rows: list[int], values: list[list[float]]) -> HiddenRows:
+    flat = np.array(values, np.float32).reshape(-1)
+    return HiddenRows(np.array(rows, np.int32), len(values[0]), flat)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_hidden_states_go_with_their_tokens_and_to_who_asked(streaming: bool) -> None:
+    collector = Collector(TOY)
+    asking = SamplingParams(n=2, return_hidden_states=True)
+    collector.open("asked", Prompt([3]), asking, [7, 8], streaming)
+    collector.open("not", Prompt([3]), SamplingParams(), [9], streaming)
+    first = [[7.0, 0.5], [8.0, 0.25]]
+    second = [[8.5, 1.0], [7.5, 2.0]]  # rows change places
+    steps = [
+        Outputs(
+            0, np.array([7, 9, 8]), np.array([4, 5, 6], np.int32), hidden=states([0, 2], first)
+        ),
+        Outputs(1, np.array([8, 7]), np.array([5, 4], np.int32), hidden=states([0, 1], second)),
+        # beside strangers' rows, the last of one and the end of all
+        Outputs(
+            2,
+            np.array([5, 7]),
+            np.array([5, 5], np.int32),
+            (),
+            (_end(7, [4, 4, 5], 0), _end(8, [6, 5], 0), _end(9, [5], 0)),
+            hidden=states([0, 1], [[5.0, 5.0], [7.75, 3.0]]),
+        ),
+    ]
+    done = dict(pair for outputs in steps for pair in collector.take(outputs).done)
+    one, two = done["asked"].outputs
+    assert one.hidden_states is not None
+    assert one.hidden_states.dtype == np.float32
+    assert one.hidden_states.tolist() == [[7.0, 0.5], [7.5, 2.0], [7.75, 3.0]]
+    assert two.hidden_states is not None
+    assert two.hidden_states.tolist() == [[8.0, 0.25], [8.5, 1.0]]
+    assert done["not"].outputs[0].hidden_states is None
+
+
+def test_a_kept_state_does_not_keep_those_of_others() -> None:
+    collector = Collector(TOY)
+    collector.open("q", Prompt([3]), SamplingParams(return_hidden_states=True), [1])
+    many = np.arange(1, 65)
+    step = states([*range(64)], [[float(i)] * 8 for i in many])
+    collector.take(Outputs(0, many, np.full(64, 4, np.int32), hidden=step))
+    ((_, answer),) = collector._choices.values()
+    assert answer.hidden is not None
+    assert [row.base for row in answer.hidden] == [None]
+
+
+def test_an_answer_without_tokens_has_no_states() -> None:
+    collector = Collector(TOY)
+    collector.open("q", Prompt([3]), SamplingParams(return_hidden_states=True), [1])
+    none = np.zeros(0, np.int64)
+    gone = Finish(1, "abort", np.zeros(0, np.int32))
+    outputs = Outputs(-1, none, none.astype(np.int32), finishes=(gone,))
+    ((_, output),) = collector.take(outputs).done
+    assert output.outputs[0].hidden_states is not None
+    assert len(output.outputs[0].hidden_states) == 0
 
 
 def test_choices_come_together_and_times_are_the_clocks() -> None:

@@ -23,7 +23,8 @@ from stepahead.plan import (
     encode_plan,
     encode_result,
 )
-from stepahead.types import LogprobRows, SamplingParams
+from stepahead.sync import Sync, SyncReason
+from stepahead.types import HiddenRows, LogprobRows, SamplingParams
 
 INT32 = st.integers(-(1 << 31), (1 << 31) - 1)
 FLOAT32 = st.floats(width=32)
@@ -48,6 +49,7 @@ PARAMS = st.builds(
     max_tokens=st.none() | st.integers(1, 1 << 31),
     logprobs=st.none() | st.integers(0, 20),
     logit_bias=st.none() | st.dictionaries(st.integers(0, 1 << 31), st.floats(-100, 100)),
+    return_hidden_states=st.booleans(),
 )
 JOINS = st.builds(
     Join,
@@ -92,6 +94,15 @@ def logprob_rows(draw: st.DrawFn) -> LogprobRows:
     )
 
 
+@st.composite
+def hidden_rows(draw: st.DrawFn) -> HiddenRows:
+    """r rows of w numbers."""
+    count, width = draw(st.integers(0, 3)), draw(st.integers(1, 4))
+    rows = draw(st.lists(INT32, min_size=count, max_size=count))
+    values = draw(st.lists(FLOAT32, min_size=count * width, max_size=count * width))
+    return HiddenRows(np.array(rows, np.int32), width, np.array(values, np.float32))
+
+
 RESULTS = st.builds(
     Result,
     step=st.integers(0, 1 << 40),
@@ -103,6 +114,10 @@ RESULTS = st.builds(
         st.builds(PromptRows, st.integers(0, 99), st.integers(0, 99), logprob_rows()), max_size=2
     ).map(tuple),
     error=st.text(),
+    hidden=st.none() | hidden_rows(),
+    syncs=st.lists(
+        st.builds(Sync, st.sampled_from(SyncReason), st.integers(0, 1024)), max_size=3
+    ).map(tuple),
 )
 
 
@@ -130,6 +145,32 @@ def test_a_plan_comes_out_as_it_went_in(plan: Plan) -> None:
 @given(RESULTS)
 def test_a_result_comes_out_as_it_went_in(result: Result) -> None:
     assert same(decode_result(encode_result(result)), result)
+
+
+@pytest.mark.parametrize("reason", SyncReason)
+def test_a_reason_travels_by_the_name_that_people_read(reason: SyncReason) -> None:
+    result = Result(3, np.zeros(0, np.int32), syncs=(Sync(reason, 5),))
+    data = encode_result(result)
+    assert reason.value.encode() in data
+    assert decode_result(data).syncs[0].reason is reason
+
+
+def test_an_unknown_reason_is_refused() -> None:
+    result = Result(3, np.zeros(0, np.int32), syncs=(Sync(SyncReason.DRAIN, 5),))
+    data = encode_result(result).replace(b"drain", b"trial")
+    with pytest.raises(msgspec.ValidationError, match="'trial'"):
+        decode_result(data)
+
+
+def test_what_comes_beside_the_tokens_is_told_from_nothing() -> None:
+    tokens, none = np.array([4], np.int32), np.zeros(0, np.float32)
+    one = np.zeros(1, np.int32)
+    rows = LogprobRows(one, np.zeros(1, np.float32), one, 0, one[:0], none)
+    assert not Result(0, tokens).has_extras
+    assert not Result(0, tokens, syncs=(Sync(SyncReason.DRAIN, 1),)).has_extras
+    assert Result(0, tokens, logprobs=rows).has_extras
+    assert Result(0, tokens, prompt_logprobs=(PromptRows(1, 0, rows),)).has_extras
+    assert Result(0, tokens, hidden=HiddenRows(one, 1, np.ones(1, np.float32))).has_extras
 
 
 @pytest.mark.parametrize("kind", ["shutdown"])

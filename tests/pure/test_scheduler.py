@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from closed_form import Toy, complete, pieces
-from harness import Variant, check_frontiers, resolved, toy_engine
+from engines import Variant, resolved, toy_engine
+from harness import check_frontiers
 from paper import PaperFlight, PaperRunner
 from stepahead.errors import InvalidParameter, PoolFull, PromptTooLong
 from stepahead.plan import Plan
@@ -433,7 +434,7 @@ def test_a_lost_runner_ends_everyone_once_and_leaves_no_unwritten_page() -> None
         desk.launch()
     desk.land()
     desk.launch()
-    finishes = desk.scheduler.fail_all("the runner is gone")
+    finishes = desk.scheduler.drop_all("error", "the runner is gone")
     assert sorted(finish.rid for finish in finishes) == [0, 1, 2, 3]
     assert {finish.reason for finish in finishes} == {"error"}
     assert {finish.error for finish in finishes} == {"the runner is gone"}

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stepahead.cache.tokens import TokenMirror
 from stepahead.scheduler.table import Table, row_set
 
 SLOTS = st.sets(st.integers(1, 15), max_size=10).map(sorted)
@@ -34,7 +35,7 @@ def test_neighbours_are_a_slice() -> None:
 
 
 def test_slots_come_lowest_first_and_never_the_padding() -> None:
-    table = Table(5, 4)
+    table = Table(5, 4, TokenMirror(1, 1))
     assert [table.take_slot() for _ in range(4)] == [1, 2, 3, 4]
     assert table.free_slots == 0
     for slot in (3, 1, 4):
@@ -43,7 +44,7 @@ def test_slots_come_lowest_first_and_never_the_padding() -> None:
 
 
 def test_a_slot_comes_back_clean_and_one_generation_on() -> None:
-    table = Table(3, 4)
+    table = Table(3, 4, TokenMirror(1, 1))
     slot = table.take_slot()
     table.frontier[:, slot] = 7
     table.pins[slot] = 0
@@ -59,7 +60,7 @@ def test_a_slot_comes_back_clean_and_one_generation_on() -> None:
 
 
 def test_a_slot_that_a_flight_names_cannot_be_given_back() -> None:
-    table = Table(3, 4)
+    table = Table(3, 4, TokenMirror(1, 1))
     slot = table.take_slot()
     table.pins[slot] = 1
     with pytest.raises(AssertionError, match="while a flight names it"):
@@ -68,7 +69,7 @@ def test_a_slot_that_a_flight_names_cannot_be_given_back() -> None:
 
 def test_frontiers_are_views_of_one_block() -> None:
     # a plan moves all of them in one operation
-    table = Table(4, 4)
+    table = Table(4, 4, TokenMirror(1, 1))
     table.frontier[:, 2] += np.array([5, 4, 3, 2, 1], np.int32)
     columns = (table.planned, table.in_flight, table.promised, table.pins, table.budget)
     assert [int(column[2]) for column in columns] == [5, 4, 3, 2, 1]

@@ -1,0 +1,186 @@
+"""Engines around the toy: any loop and depth, on the cpu, on the hostile device, or on paper.
+
+Loads no torch until an engine on a real device is asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from closed_form import Toy, pieces
+from stepahead.config import ModelFacts, Resolved, config_from, resolve
+from stepahead.engine import Engine
+from stepahead.loop.base import Executor, Flight
+from stepahead.plan import Plan
+from stepahead.scheduler.stop import Vocabulary
+
+if TYPE_CHECKING:
+    from stepahead.runner.spec import RunnerSpec
+
+
+# ways to be hostile, as keywords of HostileModes
+MODES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "slow-host": {"slow_host": True},
+    "slow-device": {"slow_device": True},
+    "blocking-copies": {"blocking_copies": True},
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How to run a workload: the loop, what stands for the device, a depth unless the loop's, the
+    fence, how hostile the device is, and the operation of it that fails (0 for none)."""
+
+    loop: str = "serial"
+    device: str = "cpu"
+    device_seed: int = 0
+    depth: int = 0
+    fence: str = "fine"
+    mode: str = "plain"
+    fail_at: int = 0
+
+    def __str__(self) -> str:
+        flags = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        told = {n: v for n, v in flags.items() if n == "loop" or v != getattr(ORACLE, n)}
+        return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in told.items())
+
+
+ORACLE = Variant()
+
+
+def toy_of(options: dict[str, Any]) -> Toy:
+    """The toy that a workload's options describe."""
+    return Toy(options["vocab_size"], options["max_model_len"])
+
+
+def resolved(options: dict[str, Any], variant: Variant) -> Resolved:
+    """The effective configuration of a workload's options on a variant."""
+    settings = {name: value for name, value in options.items() if name != "vocab_size"}
+    device = "cpu" if variant.device == "paper" else variant.device
+    config = config_from(
+        "toy",
+        settings
+        | {
+            "loop": variant.loop,
+            "device": device,
+            "device_seed": variant.device_seed,
+            "fence": variant.fence,
+            "executor": "inline",
+            "threads": 1,
+            "debug": True,
+        },
+    )
+    facts = ModelFacts(options["vocab_size"], options["max_model_len"], (1,), 8)
+    settled = resolve(config, facts, bytes_available=1 << 40)
+    if not variant.depth:
+        return settled
+    # behind the back of `resolve`, which lets only the queue choose its depth
+    deep = dataclasses.replace(settled.config, depth=variant.depth)
+    return dataclasses.replace(settled, config=deep)
+
+
+class Tap:
+    """An executor that shows each plan to `on_plan` before it hands it on."""
+
+    def __init__(self, executor: Executor, on_plan: Callable[[Plan], None]) -> None:
+        self._executor = executor
+        self._on_plan = on_plan
+
+    def launch(self, plan: Plan) -> Flight:
+        """Shows, then launches."""
+        self._on_plan(plan)
+        return self._executor.launch(plan)
+
+    def close(self) -> None:
+        """Closes the executor inside."""
+        self._executor.close()
+
+
+def toy_engine(
+    options: dict[str, Any],
+    variant: Variant = ORACLE,
+    on_plan: Callable[[Plan], None] = lambda plan: None,
+    executor: Executor | None = None,
+) -> Engine:
+    """An engine around the toy on cpu, hostile, or paper (no torch), unless `executor` is given."""
+    settled = resolved(options, variant)
+    toy = toy_of(options)
+    if executor is None:
+        on_paper = variant.device == "paper"
+        executor = paper(settled, toy) if on_paper else inline(settled, variant)
+    vocabulary = Vocabulary(pieces(toy.vocab_size), toy.specials)
+    return Engine(settled, Tap(executor, on_plan), vocabulary)
+
+
+def paper(settled: Resolved, toy: Toy) -> Executor:
+    """The runner on paper."""
+    from paper import PaperRunner
+
+    config = settled.config
+    return PaperRunner(toy, config.num_slots, settled.pages, config.page_size)
+
+
+def runner_spec(settled: Resolved) -> RunnerSpec:
+    """The RunnerSpec of the toy for a configuration."""
+    from stepahead.runner.spec import RunnerSpec
+
+    config, length = settled.config, settled.model_len
+    return RunnerSpec(
+        "stepahead.model.toy:ToyModel",
+        {"vocab_size": settled.facts.vocab_size, "max_len": length},
+        device=config.device,
+        device_seed=config.device_seed,
+        num_slots=config.num_slots,
+        num_pages=settled.pages,
+        page_size=config.page_size,
+        max_pages=-(-length // config.page_size),
+        eos_ids=settled.facts.eos_ids,
+        relay=config.relay,
+        depth=config.steps_ahead,
+        fence=config.fence,
+        check=True,
+    )
+
+
+def inline(settled: Resolved, variant: Variant = ORACLE) -> Executor:
+    """The real runner in this thread, around the toy."""
+    from stepahead.device.hostile import HostileDevice, HostileModes
+    from stepahead.executor.inline import InlineExecutor
+    from stepahead.model.toy import ToyModel
+    from stepahead.runner.build import build_runner
+    from stepahead.runner.runner import Runner
+
+    spec = runner_spec(settled)
+    if variant.device != "hostile":
+        return InlineExecutor(build_runner(spec))
+    modes = HostileModes(**MODES[variant.mode], fail_at=variant.fail_at or None)
+    device = HostileDevice(spec.device_seed, spec.depth, modes)
+    model = ToyModel(**spec.options)
+    return InlineExecutor(Runner(model, device, spec, model.vocab_size))
+
+
+class Shapes:
+    """Counts what plans are like."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self._places: dict[int, int] = {}
+
+    def see(self, plan: Plan) -> None:
+        """The next plan of an engine."""
+        places = {slot: i for i, slot in enumerate(plan.rows.tolist())}
+        before = self._places
+        moved = sum(before.get(slot, place) != place for slot, place in places.items())
+        table = plan.chunk_table
+        self.counts["joins"] += len(plan.joins)
+        self.counts["joins beside rows"] += bool(len(plan.joins) and len(places))
+        self.counts["leaves"] += len(plan.leaves)
+        self.counts["rows moved"] += moved
+        self.counts["grants"] += len(plan.grant_table)
+        self.counts["chunks that go on"] += int((table[:, 3] == 0).sum())
+        self._places = places
