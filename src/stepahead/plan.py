@@ -101,9 +101,9 @@ class Result(msgspec.Struct, frozen=True, array_like=True, eq=False):
     syncs: tuple[Sync, ...] = ()
 
     @property
-    def has_logprobs(self) -> bool:
-        """Whether any row asked for log-probabilities."""
-        return self.logprobs is not None or bool(self.prompt_logprobs)
+    def has_extras(self) -> bool:
+        """Whether there is more than tokens for any row: log-probabilities or hidden states."""
+        return bool(self.prompt_logprobs) or not (self.logprobs is None and self.hidden is None)
 
 
 class Control(msgspec.Struct, frozen=True, array_like=True, eq=False):

@@ -49,6 +49,20 @@ class SyncCounts:
         """Rows concerned, all steps together."""
         return self._counts.get(reason, (0, 0))[1]
 
+    def copy(self) -> SyncCounts:
+        """The counts of this moment, to count from."""
+        counts = SyncCounts()
+        counts._counts = dict(self._counts)
+        return counts
+
+    def since(self, before: SyncCounts) -> SyncCounts:
+        """What has been added to these counts since they were `before`."""
+        counts = SyncCounts()
+        for reason, (steps, rows) in self._counts.items():
+            if steps > before.steps(reason):
+                counts._counts[reason] = steps - before.steps(reason), rows - before.rows(reason)
+        return counts
+
     def as_dict(self) -> dict[str, dict[str, int]]:
         """{reason: {"steps": n, "rows": m}}, in the order of the enumeration."""
         return {

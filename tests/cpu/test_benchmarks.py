@@ -30,12 +30,22 @@ def test_host_cost_counts_steps_that_decode_every_row() -> None:
 def test_host_cost_waves_end_and_its_figures_are_positive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_cost, "ROWS", (1, 32, 1024))
     monkeypatch.setattr(host_cost, "steady_us", lambda rows: 1.0 + rows / 100)
+    monkeypatch.setattr(host_cost, "plan_us", lambda rows, chained: 0.8 if chained else 5.0)
     found = host_cost.measure(repeats=1)
     assert found["us_per_step"]["32"] == 1.3
     assert found["slope_us_per_row"] == pytest.approx(0.01)
     assert found["wave_256_finish_ms"] > 0
     assert found["wave_256_arrive_ms"] > 0
-    assert "1024 rows" in shown(host_cost.table(found))
+    assert found["plan_us"]["chained"] == {"1": 0.8, "32": 0.8, "1024": 0.8}
+    assert found["plan_us"]["anew"]["1024"] == 5.0
+    lines = shown(host_cost.table(found))
+    assert "1024 rows" in lines
+    assert "0.8 us, 5.0 us anew" in lines
+
+
+def test_a_repeated_plan_costs_less_than_one_made_anew() -> None:
+    # about a fifth; both are medians of the thread's own CPU time
+    assert 0 < host_cost.plan_us(32, True, 40) < host_cost.plan_us(32, False, 40)
 
 
 @pytest.mark.parametrize("loop", ["serial", "overlap"])

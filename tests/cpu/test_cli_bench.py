@@ -58,6 +58,18 @@ def test_one_loop_is_measured_if_it_is_named(capsys: pytest.CaptureFixture[str])
     assert "overlap" not in json.loads(captured.out)
 
 
+def test_what_held_steps_up_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    # two rows at a time: who waits is let in when the last steps of the two before have landed
+    assert run_command(["bench", "toy", *SIZES, *toy_flags(max_rows=2)]) == 0
+    *told, last = capsys.readouterr().out.splitlines()
+    line = json.loads(last)
+    assert line["serial"]["syncs"] == {}
+    assert line["overlap"]["syncs"] == {"drain": {"steps": 2, "rows": 4}}
+    (row,) = [words for words in told if "sync: drain" in words]
+    assert row.count("2 steps, 4 rows") == 2  # the queue is as deep
+    assert "sync: serial-prefill" not in "".join(told)
+
+
 @pytest.mark.parametrize(
     ("verb", "module"), [("host", "host_cost"), ("overlap", "overlap"), ("engine", "overhead")]
 )

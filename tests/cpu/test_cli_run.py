@@ -365,10 +365,10 @@ def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(tmp_path: Path) -> None
     assert child.returncode == 130
     answers = read_answers(out)
     assert 0 < len(answers) < 400
+    cut = sum(answer["finish_reason"] == "abort" for answer in answers)
     assert told == (
-        f"stepahead: interrupted; {len(answers)} answers are in {out}; "
+        f"stepahead: interrupted; {len(answers) - cut} answers and {cut} cut short are in {out}; "
         "run the same command again to do the rest\n"
     )
-    assert not any("error" in answer for answer in answers)
     assert run_command(command) == 0
     assert sorted(by_id(read_answers(out))) == list(range(1, 401))

@@ -100,6 +100,37 @@ def test_rows_whose_tokens_have_all_landed_are_planned_anew() -> None:
     assert plan.tokens.tolist() == engine.scheduler.table.last[1:2].tolist()
 
 
+def steady(engine: Engine) -> None:
+    """Three rows that have begun to repeat."""
+    for first in (2, 3, 4):
+        engine.add([first, 3, 4], greedy(40))
+    while engine.scheduler.life.counters.repeats < 2:
+        engine.step()
+
+
+@pytest.mark.parametrize("variant", CHAINED, ids=str)
+def test_a_newcomer_is_in_the_next_plan(variant: Variant) -> None:
+    plans: list[Plan] = []
+    engine = toy_engine(OPTIONS, variant, plans.append)
+    steady(engine)
+    engine.add([9, 9], greedy(2))
+    engine.step()
+    assert len(plans[-1].joins) == 1
+
+
+@pytest.mark.parametrize("variant", CHAINED, ids=str)
+def test_who_has_left_is_named_in_the_next_plan(variant: Variant) -> None:
+    plans: list[Plan] = []
+    engine = toy_engine(OPTIONS, variant, plans.append)
+    steady(engine)
+    engine.abort(1)
+    while not engine.scheduler.life.leaves:  # not before its last flight has landed
+        engine.step()
+        assert len(plans[-1].leaves) == 0
+    engine.step()
+    assert plans[-1].leaves.tolist() == [2]
+
+
 # --- what it costs --------------------------------------------------------------------------
 
 MOVING = (
@@ -118,10 +149,7 @@ MOVING = (
 def test_a_repeat_touches_no_column_and_its_landing_only_looks_for_stops(variant: Variant) -> None:
     engine = toy_engine(OPTIONS, variant)
     scheduler, core = engine.scheduler, engine._core
-    for first in (2, 3, 4):
-        engine.add([first, 3, 4], greedy(40))
-    while scheduler.life.counters.repeats < 2:
-        engine.step()
+    steady(engine)
     table = scheduler.table
     scheduler.limits = replace(scheduler.limits, debug=False)  # checks look at everything
     kept = {name: vars(table)[name] for name in (*MOVING, "pages", "deaf", "decoding")}
@@ -251,6 +279,18 @@ def test_the_newest_tokens_are_told_without_a_fold() -> None:
     assert lazy._last[2:4].tolist() == [7, 7]
     others = row_set(np.array([3], np.int64), np.zeros(1, np.int64))
     assert lazy.newest(others).tolist() == [9]
+
+
+def test_a_rows_tokens_are_appended_in_the_order_of_landing() -> None:
+    # a step of some of the rows, as pages were short for the others, lands behind one of all
+    lazy, eager, rows = tables([2, 3])
+    some = row_set(np.array([3], np.int64), np.zeros(1, np.int64))
+    for table in (lazy, eager):
+        table.land(rows, np.array([8, 9], np.int32))
+        table.land(some, np.array([10], np.int32))
+    assert lazy._last[2:4].tolist() == [8, 10]
+    assert lazy._length.tolist() == eager._length.tolist()
+    assert lazy._mirror.by_cell.tolist() == eager._mirror.by_cell.tolist()
 
 
 def test_what_nobody_looks_at_does_not_pile_up() -> None:

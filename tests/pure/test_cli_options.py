@@ -39,6 +39,8 @@ EXAMPLES = {
     "loop": "serial",
     "executor": "inline",
     "device": "hostile",
+    "fence": "coarse",
+    "serial_prefill": True,
     "dtype": "bfloat16",
     "kv_memory_gb": 0.5,
     "prefix_cache": True,

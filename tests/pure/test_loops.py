@@ -82,8 +82,10 @@ def rows_and_deepest(variant: Variant, prompt_len: int, max_tokens: int) -> tupl
 
     engine = toy_engine(OPTIONS, variant, note)
     engine.add(list(range(2, 2 + prompt_len)), greedy(max_tokens))
-    while engine.has_work:
-        engine.step()
+    for _ in range(20):  # enough for all, and an end for those that have none
+        if engine.has_work:
+            engine.step()
+    assert not engine.has_work
     rows, in_flight = zip(*seen, strict=True)
     return sum(rows), max(in_flight)
 
@@ -143,11 +145,31 @@ def test_chunks_of_one_prompt_wait_for_each_other_too(variant: Variant) -> None:
     assert engine.syncs.as_dict() == {"serial-prefill": {"steps": 2, "rows": 0}}
 
 
-def test_a_step_that_also_decodes_is_not_prompts_alone() -> None:
-    asks = [Ask(0, (2, 3), greedy(12)), *(replace(ask, at=2) for ask in PROMPTS)]
-    engine = ran(AHEAD[0], asks, max_step_tokens=5, serial_prefill=True)
-    assert engine.scheduler.life.counters.chunks == 4
+@pytest.mark.parametrize(("length", "at", "beside"), [(12, 1, [0, 1]), (2, 2, [0, 0])])
+def test_a_step_that_also_decodes_is_not_prompts_alone(
+    length: int, at: int, beside: list[int]
+) -> None:
+    # first: behind a step of prompts alone comes one in which a row decodes, too
+    # second: behind one in which a row decodes comes one of prompts alone
+    plans: list[Plan] = []
+    settings = OPTIONS | {"max_step_tokens": 5, "serial_prefill": True}
+    engine = toy_engine(settings, AHEAD[0], plans.append)
+    asks = (Ask(0, (2, 3), greedy(length)), replace(PROMPTS[0], at=at))
+    Client(engine, Workload(0, settings, asks)).play()
+    assert [len(plan.rows) for plan in plans if len(plan.chunks)] == beside
     assert engine.syncs.as_dict() == {}
+
+
+def test_a_preempted_row_needs_steps_though_it_waits_nowhere() -> None:
+    engine = toy_engine(OPTIONS, AHEAD[0])
+    (rid,) = engine.add([2, 3, 4], greedy(2))
+    scheduler = engine.scheduler
+    for has_more in (True, False):  # the prompt's step, then the last
+        scheduler.plan()
+        assert scheduler.has_more == has_more
+    scheduler.life.preempt(scheduler._entries[rid])
+    assert not scheduler._waiting
+    assert scheduler.has_more
 
 
 def test_answers_are_the_same_with_prompts_held() -> None:

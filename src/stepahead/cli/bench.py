@@ -116,10 +116,12 @@ def measure_model(llm: LLM, load: Load) -> Summary:
     llm.generate(_prompts(llm, 2, load.input_len, random), warm_up, use_tqdm=False)
     prompts = _prompts(llm, load.num_prompts, load.input_len, random)
     params = SamplingParams(temperature=0.0, max_tokens=load.output_len, ignore_eos=True)
-    mark, began_s, tally = llm.engine.books.mark(), time.monotonic(), RunTally()
+    mark, before = llm.engine.books.mark(), llm.engine.syncs.copy()
+    began_s, tally = time.monotonic(), RunTally()
     for output in llm.generate(prompts, params):
         tally.add(output)
-    return Summary(tally, time.monotonic() - began_s, llm.engine.books.summary(mark))
+    wall_s, books = time.monotonic() - began_s, llm.engine.books.summary(mark)
+    return Summary(tally, wall_s, books, llm.engine.syncs.since(before))
 
 
 def _prompts(llm: LLM, count: int, length: int, random: np.random.Generator) -> list[list[int]]:

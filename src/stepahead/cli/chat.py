@@ -6,6 +6,7 @@ Knows a terminal or a pipe, and one request at a time.
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -23,7 +24,8 @@ from stepahead.cli.options import (
     packaged_model,
     tell,
 )
-from stepahead.errors import RequestError
+from stepahead.errors import InvalidParameter, RequestError
+from stepahead.executor.stops import Stopped, exit_code
 from stepahead.llm.collect import Collector
 from stepahead.llm.interrupt import Interruption
 from stepahead.llm.offline import LLM
@@ -31,6 +33,7 @@ from stepahead.llm.prompts import read_chat
 from stepahead.types import SamplingParams, params_from
 
 _DEFAULTS: dict[str, Any] = {"temperature": 0.0, "max_tokens": 1024}
+_GOES_ON = (0, signal.SIGINT)  # after these a conversation at a terminal does
 _HELP = "Ctrl-C stops an answer; /reset forgets the conversation, /exit or Ctrl-D leaves."
 Model = Annotated[
     str | None,
@@ -49,6 +52,11 @@ def chat(
 ) -> int:
     """Talks to a person at a terminal, or answers the lines of a pipe."""
     params = params_from(_DEFAULTS | given(sampling))
+    if params.return_hidden_states:
+        raise InvalidParameter(
+            "return_hidden_states: chat shows text alone; leave the flag out, or use stepahead run",
+            "return_hidden_states",
+        )
     named = str(packaged_model()) if model is None else model
     with open_model(named, engine, chat_template, quiet, max_rows=1) as llm:
         # a model that can't chat says so now, not after the first question
@@ -61,18 +69,22 @@ def chat(
 
 @dataclass
 class Conversation:
-    """What was said so far; `ask` adds a question and its answer."""
+    """What was said so far; `ask` adds a question and its answer.
+
+    `stopped_by` is the signal that ended the last answer early, 0 if none did.
+    """
 
     llm: LLM
     params: SamplingParams
     messages: list[dict[str, str]] = field(default_factory=list)
+    stopped_by: int = 0
 
     def reset(self) -> None:
         """Forgets what was said."""
         self.messages.clear()
 
     def ask(self, question: str, show: Callable[[str], None]) -> str:
-        """The answer, told piece by piece; what there is of it when Ctrl-C stops it.
+        """The answer, told piece by piece; what there is of it when a signal stops it.
 
         RequestError when it can't be asked: then nothing was said.  EngineError.
         """
@@ -88,7 +100,7 @@ class Conversation:
     def _answer(self, messages: list[dict[str, str]]) -> Iterator[str]:
         llm, collector = self.llm, Collector(self.llm.tokenizer)
         prompt = read_chat(messages, llm.tokenizer)
-        with Interruption() as interruption:
+        with Interruption(llm.close) as interruption:
             rids = llm.engine.add(prompt.ids, self.params)
             collector.open(0, prompt, self.params, rids, streaming=True)
             while llm.engine.has_work:
@@ -99,6 +111,7 @@ class Conversation:
                 for delta in collector.take(outputs).deltas if outputs else ():
                     if delta.index == 0 and delta.text:
                         yield delta.text
+            self.stopped_by = interruption.number
         if llm.engine.failure is not None:
             raise llm.engine.failure
 
@@ -110,6 +123,8 @@ def _talk(conversation: Conversation) -> int:
     while True:
         try:
             question = input("> ").strip()
+        except Stopped:
+            raise
         except KeyboardInterrupt:
             print(f"\n{_HELP}")
             continue
@@ -124,6 +139,8 @@ def _talk(conversation: Conversation) -> int:
             print(f"{question.split()[0]} is not known. {_HELP}")
         elif question:
             _answer_aloud(conversation, question)
+            if conversation.stopped_by not in _GOES_ON:
+                return exit_code(conversation.stopped_by)
 
 
 def _answer_aloud(conversation: Conversation, question: str) -> None:
@@ -146,6 +163,8 @@ def _pipe(conversation: Conversation) -> int:
             try:
                 answer = conversation.ask(question, lambda piece: None)
                 print(" ".join(answer.split()), flush=True)
+                if conversation.stopped_by:
+                    return exit_code(conversation.stopped_by)
             except RequestError as error:
                 tell(f"error: {error}")
                 print(flush=True)  # answers stay beside their questions

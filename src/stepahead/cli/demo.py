@@ -17,6 +17,7 @@ from rich.table import Table
 
 from stepahead.cli.demo_prompts import DEMO_PROMPTS
 from stepahead.cli.options import packaged_model
+from stepahead.cli.tables import sync_rows
 from stepahead.llm.figures import Figures, RunTally
 from stepahead.llm.offline import LLM
 from stepahead.observe.books import BookSummary
@@ -97,6 +98,7 @@ def _run_loop(model: str, loop: str, max_tokens: int, console: Console) -> LoopR
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
         warm = SamplingParams(temperature=0.0, max_tokens=4)
         llm.generate([[5, 6, 7]], warm, use_tqdm=False)  # first-call costs are nobody's figures
+        before = llm.engine.syncs.copy()
         began_s, mark = time.perf_counter(), llm.engine.books.mark()
         outputs = llm.generate(ids, params, use_tqdm=True)
         wall_s, books = time.perf_counter() - began_s, llm.engine.books.summary(since=mark)
@@ -105,7 +107,8 @@ def _run_loop(model: str, loop: str, max_tokens: int, console: Console) -> LoopR
             tally.add(output)
         events = llm.engine.books.recent()
         shown = boundary(events, typical_step(events))
-        return LoopRun(outputs, tally.figures(wall_s, books), books, shown)
+        figures = tally.figures(wall_s, books, llm.engine.syncs.since(before))
+        return LoopRun(outputs, figures, books, shown)
 
 
 def _conversation(text: str) -> list[dict[str, str]]:
@@ -198,6 +201,8 @@ def _table(runs: dict[str, LoopRun]) -> Table:
     table = Table("", *(loop for loop in LOOPS), title=f"{len(DEMO_PROMPTS)} prompts, one model")
     for label, field, form in _ROWS:
         table.add_row(label, *(form.format(getattr(runs[loop].figures, field)) for loop in LOOPS))
+    for row in sync_rows(runs[loop].figures.syncs for loop in LOOPS):
+        table.add_row(*row)
     return table
 
 

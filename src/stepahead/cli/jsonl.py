@@ -126,8 +126,9 @@ def count_lines(path: Path) -> int | None:
 class AnswerFile:
     """The output: a line an answer, flushed at once, so that a killed run loses none it has told.
 
-    `done` are the keys of lines that are answered.  Lines that failed before are taken out of the
-    file: they will be tried again.  So is what a killed run left of its last line.
+    `done` are the keys of lines that are answered.  Lines that failed before, or were cut short,
+    are taken out of the file: they will be tried again.  So is what a killed run left of its last
+    line.
     """
 
     def __init__(self, path: Path) -> None:
@@ -157,7 +158,7 @@ class AnswerFile:
             )
 
     def _read(self) -> None:
-        kept_bytes = failures = 0
+        kept_bytes = undone = 0
         with self.path.open("rb") as file:
             for number, data in enumerate(_bounded(file, _ANSWER_BYTES), 1):
                 if _is_torn(data, first=number == 1):
@@ -169,22 +170,22 @@ class AnswerFile:
                         "--output, or move the file away"
                     )
                 kept_bytes += len(data)
-                if "error" in answer:
-                    failures += 1
+                if _is_undone(answer):
+                    undone += 1
                 else:
                     self.done.add(_key_of(answer))
         self._file.truncate(kept_bytes)
-        if failures:
-            self._drop_failed()
+        if undone:
+            self._drop_undone()
 
-    def _drop_failed(self) -> None:
+    def _drop_undone(self) -> None:
         home = self.path.resolve()  # a link to the answers stays one
         handle, part = tempfile.mkstemp(".part", "answers.", home.parent)
         new = os.fdopen(handle, "ab")
         try:
             with home.open("rb") as old:
                 for data in old:
-                    if "error" not in (_answer_of(data) or {}):
+                    if not _is_undone(_answer_of(data) or {}):
                         new.write(data)
             new.flush()
             os.fsync(new.fileno())
@@ -242,6 +243,12 @@ def _answer_of(data: bytes) -> dict[str, Any] | None:
     return answer if "line" in answer and ("text" in answer or "error" in answer) else None
 
 
+def _is_undone(answer: dict[str, Any]) -> bool:
+    """Whether its line failed, or a signal cut one of its choices short."""
+    choices = answer.get("choices", [answer])  # the first of them is told twice
+    return "error" in answer or any(choice.get("finish_reason") == "abort" for choice in choices)
+
+
 def _is_torn(data: bytes, first: bool) -> bool:
     """Whether `data` is what a killed run left of its last line: only that may be cut off."""
     if data.endswith(b"\n") or len(data) > _ANSWER_BYTES:
@@ -274,7 +281,8 @@ def failed(line: Line, error: Exception) -> dict[str, Any]:
 def answered(line: Line, output: RequestOutput) -> dict[str, Any]:
     """The answer of a line: its first choice, and with several of them all in `choices`.
 
-    Token ids are told to who asked with token ids, log-probabilities to who asked for them.
+    Token ids are told to who asked with token ids, log-probabilities and hidden states to who asked
+    for them.
     """
     with_ids = "prompt_token_ids" in line.fields
     first, *others = output.outputs
@@ -299,6 +307,9 @@ def _choice(choice: CompletionOutput, with_ids: bool) -> dict[str, Any]:
     told |= {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
     if choice.logprobs is not None:
         told["logprobs"] = [_ranked(row) for row in choice.logprobs]
+    if choice.hidden_states is not None:
+        # as float64, whose shortest digits give the very float32 back
+        told["hidden_states"] = choice.hidden_states.tolist()
     return told
 
 

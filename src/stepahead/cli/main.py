@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import io
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from cyclopts import App, CycloptsError, UnknownCommandError
 
 from stepahead import __version__
 from stepahead.errors import ConfigError, NotEnoughMemory, RequestError, StepaheadError
+from stepahead.executor.stops import Stopped, exit_code, hear_stops
 
 
 def _name(place: str) -> str:
@@ -26,6 +28,7 @@ app = App(
     name="stepahead",
     help="An LLM serving engine that is always one step ahead of the device.",
     version=__version__,
+    suppress_keyboard_interrupt=False,  # it would end us with 130, whatever the signal was
 )
 # the first paragraph is told in the list of verbs, all of it by the verb's own --help
 _VERBS = {
@@ -59,6 +62,7 @@ for place, words in _VERBS.items():
 
 def main() -> None:
     """The console script."""
+    hear_stops()
     _open_streams()
     sys.exit(run_command(sys.argv[1:]))
 
@@ -80,7 +84,7 @@ def _open_streams() -> None:
 
 
 def run_command(arguments: Sequence[str]) -> int:
-    """Runs one command line; 0 done, 1 failed, 2 called wrongly, 130 interrupted."""
+    """Runs one command line; 0 done, 1 failed, 2 called wrongly, 130 or 143 interrupted."""
     try:
         code = app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
     except UnknownCommandError as error:
@@ -97,8 +101,10 @@ def run_command(arguments: Sequence[str]) -> int:
         return 1
     except OSError as error:
         return _fail(_words(error), 1)
+    except Stopped as stop:
+        return exit_code(stop.number)
     except KeyboardInterrupt:
-        return 130
+        return exit_code(signal.SIGINT)
     return code if isinstance(code, int) else 0
 
 

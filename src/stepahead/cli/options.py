@@ -43,7 +43,7 @@ SAMPLING_HELP = {
     "prompt_logprobs": "the same for the prompt's tokens",
     "skip_special_tokens": "leave special tokens out of the text",
     "include_stop_str_in_output": "leave the stop text in the answer",
-    "return_hidden_states": "return the hidden state that each token came from",
+    "return_hidden_states": "return the hidden state that each token came from; not in chat",
 }
 # logit_bias: a flag can't say a mapping well, a line of the input can
 # seed: the engine's own keys every request, and has the flag of that name

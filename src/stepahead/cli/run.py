@@ -25,6 +25,7 @@ from stepahead.cli.options import (
 )
 from stepahead.cli.tables import Summary, summary_table
 from stepahead.errors import ConfigError, EngineError, InvalidParameter, RequestError
+from stepahead.executor.stops import exit_code
 from stepahead.llm.collect import Collector, News
 from stepahead.llm.figures import RunTally
 from stepahead.llm.interrupt import Interruption
@@ -69,7 +70,8 @@ def run(
         batch = Batch(llm, answers, defaults, bar)
         mark, began_s = llm.engine.books.mark(), time.monotonic()
         batch.run(read_lines(input))
-        summary = Summary(batch.tally, time.monotonic() - began_s, llm.engine.books.summary(mark))
+        wall_s, books = time.monotonic() - began_s, llm.engine.books.summary(mark)
+        summary = Summary(batch.tally, wall_s, books, llm.engine.syncs)
     if not quiet:
         _show(batch, summary)
     return _tell_end(batch, llm.engine.failure)
@@ -82,7 +84,8 @@ class Batch:
         self.tally = RunTally()
         self.failed = 0
         self.skipped = 0
-        self.interrupted = False
+        self.cut_short = 0
+        self.stopped_by = 0  # the signal that ended it early, if one did
         self.answers = answers
         self._llm = llm
         self._defaults = defaults
@@ -92,26 +95,35 @@ class Batch:
         self._lines: dict[int, Line] = {}  # asked and not answered, by number
 
     def run(self, lines: Iterator[Line]) -> None:
-        """Asks all lines; returns early when interrupted or when the engine fails."""
+        """Asks all lines; returns early when interrupted or when the engine fails.
+
+        When interrupted, what is in the engine is answered as far as it came: the flights in the
+        air are dropped.
+        """
         engine = self._llm.engine
-        with Interruption() as interruption:
+        with Interruption(self._llm.close) as interruption:
             while not interruption.asked and engine.failure is None:
-                self._feed(lines)
+                self._feed(lines, interruption)
                 if not engine.has_work:
                     break
-                outputs = self._llm.step()
-                if outputs is not None:
-                    news = self._collector.take(outputs)
-                    self._write(news)
-                    count_news(self._bar, news, outputs)
-        if interruption.asked:
-            self.interrupted = True
-            self._llm.drain(self._collector.rids())
+                self._step()
+            self.stopped_by = interruption.number
+            if interruption.asked:
+                self._llm.close()
+            while engine.has_work:
+                self._step()
 
-    def _feed(self, lines: Iterator[Line]) -> None:
+    def _step(self) -> None:
+        outputs = self._llm.step()
+        if outputs is not None:
+            news = self._collector.take(outputs)
+            self._write(news)
+            count_news(self._bar, news, outputs)
+
+    def _feed(self, lines: Iterator[Line], interruption: Interruption) -> None:
         fed = 0
         while fed < _FED_AT_ONCE and len(self._collector) < self._window:
-            line = next(lines, None)
+            line = interruption.wait_for(lambda: next(lines, None))  # of a pipe that may be silent
             if line is None:
                 return
             if line.error is None and line.key in self.answers.done:
@@ -160,6 +172,9 @@ class Batch:
             if errors:
                 failure = self._llm.engine.failure
                 self._fail(line, failure or EngineError(errors[0]))
+            elif any(choice.finish_reason == "abort" for choice in output.outputs):
+                self.cut_short += 1
+                self.answers.write(answered(line, output))
             else:
                 self.answers.write(answered(line, output))
                 self.tally.add(output)
@@ -175,16 +190,19 @@ def _show(batch: Batch, summary: Summary) -> None:
     title = f"{batch.tally.requests} answered, {batch.failed} failed"
     if batch.skipped:
         title += f", {batch.skipped} were there already"
+    if batch.cut_short:
+        title += f", {batch.cut_short} cut short"
     tell(title)
     Console(stderr=True).print(summary_table({"": summary}))
 
 
 def _tell_end(batch: Batch, failure: EngineError | None) -> int:
     again = "run the same command again to do the rest"
-    if batch.interrupted:
+    if batch.stopped_by:
         count = batch.tally.requests + batch.skipped
-        tell(f"interrupted; {count} answers are in {batch.answers.path}; {again}")
-        return 130
+        cut = f" and {batch.cut_short} cut short" if batch.cut_short else ""
+        tell(f"interrupted; {count} answers{cut} are in {batch.answers.path}; {again}")
+        return exit_code(batch.stopped_by)
     if failure is not None:
         tell(f"error: {failure}; {again}")
     return 1 if batch.failed or failure is not None else 0

@@ -1,4 +1,4 @@
-"""One choice's answer while it comes: tokens, log-probabilities, text cut where it must stop.
+"""One choice's answer while it comes: tokens, what comes with them, text cut where it must stop.
 
 Knows one request; no engine, no clock.
 """
@@ -6,6 +6,8 @@ Knows one request; no engine, no clock.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+
+import numpy as np
 
 from stepahead.text.texts import Texts, TextStream, decode_after
 from stepahead.types import (
@@ -33,6 +35,7 @@ class Answer:
         self.index = index
         self.params = params
         self.logprobs: list[Alternatives] | None = None if params.logprobs is None else []
+        self.hidden: list[np.ndarray] | None = [] if params.return_hidden_states else None
         self.told_tokens = 0
         self._texts = texts
         self._prompt_ids = prompt_ids
@@ -87,6 +90,7 @@ class Answer:
             finish_reason=finish.reason,
             stop_reason=finish.stop_reason,
             error=finish.error,
+            hidden_states=None if self.hidden is None else _stacked(self.hidden, len(ids)),
         )
         return output, text[len(self._told) :]
 
@@ -118,6 +122,11 @@ class Answer:
 
 def _stopped_by_token(finish: Finish) -> bool:
     return finish.reason == "stop" and not isinstance(finish.stop_reason, str)
+
+
+def _stacked(rows: list[np.ndarray], count: int) -> np.ndarray:
+    assert len(rows) == count, "a token without its hidden state"
+    return np.stack(rows) if rows else np.zeros((0, 0), np.float32)
 
 
 def _total(logprobs: list[Alternatives], ids: list[int]) -> float:

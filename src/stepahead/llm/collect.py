@@ -18,6 +18,7 @@ from stepahead.types import (
     CompletionOutput,
     Finish,
     FinishReason,
+    HiddenRows,
     LogprobRows,
     Outputs,
     PromptLogprobs,
@@ -31,8 +32,8 @@ from stepahead.types import (
 class Delta:
     """What is new of one choice of a streamed request; the last one has a finish reason.
 
-    `logprobs` are those of `token_ids`, None unless asked for.  `text` may be empty while it is
-    held back.
+    `logprobs` are those of `token_ids`, None unless asked for; hidden states come with the whole
+    answer only.  `text` may be empty while it is held back.
     """
 
     key: Any
@@ -129,6 +130,8 @@ class Collector:
             self._first_token(rid, now_s)
         if outputs.logprobs is not None:
             self._take_logprobs(outputs, outputs.logprobs)
+        if outputs.hidden is not None:
+            self._take_hidden(outputs, outputs.hidden)
         for rows in outputs.prompt_logprobs:
             self._take_prompt_logprobs(rows)
         news = News()
@@ -151,6 +154,14 @@ class Collector:
         for owner, row in zip(owners, found, strict=True):
             if owner and owner[1].logprobs is not None:
                 owner[1].logprobs.append(row)
+
+    def _take_hidden(self, outputs: Outputs, hidden: HiddenRows) -> None:
+        states = hidden.values.reshape(len(hidden.rows), hidden.width)
+        for rid, state in zip(outputs.rids[hidden.rows].tolist(), states, strict=True):
+            owner = self._choices.get(rid)
+            if owner and owner[1].hidden is not None:
+                # a view would hold on to the states of all others in the step
+                owner[1].hidden.append(state.copy())
 
     def _take_prompt_logprobs(self, rows: PromptLogprobs) -> None:
         owner = self._choices.get(rows.rid)

@@ -1,4 +1,4 @@
-"""What a run was like in numbers: throughput, latencies, the two books.
+"""What a run was like in numbers: throughput, latencies, the two books, what held steps up.
 
 Knows finished requests; no engine, no output.
 """
@@ -6,11 +6,13 @@ Knows finished requests; no engine, no output.
 from __future__ import annotations
 
 from array import array
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
 from stepahead.observe.books import BookSummary
+from stepahead.sync import SyncCounts
 from stepahead.types import RequestOutput
 
 
@@ -18,7 +20,8 @@ from stepahead.types import RequestOutput
 class Figures:
     """Rates are over the whole run; latencies in ms, 0 where nothing was measured.
 
-    Host figures are µs a step, hidden under a busy device or exposed while it idles.
+    Host figures are µs a step, hidden under a busy device or exposed while it idles.  `syncs` are
+    the pulls back to serial work.
     """
 
     tokens_per_s: float
@@ -29,10 +32,13 @@ class Figures:
     host_hidden_us: float
     host_exposed_us: float
     device_idle_pct: float
+    syncs: SyncCounts
 
-    def rounded(self) -> dict[str, float]:
-        """By name, to what can be told apart, for a line of JSON."""
-        return {name: round(value, 3) for name, value in asdict(self).items()}
+    def rounded(self) -> dict[str, Any]:
+        """By name, to what can be told apart, for a line of JSON; `syncs` by reason."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        syncs = values.pop("syncs").as_dict()
+        return {name: round(value, 3) for name, value in values.items()} | {"syncs": syncs}
 
 
 class RunTally:
@@ -61,8 +67,8 @@ class RunTally:
             between_s = (metrics.finished_s - metrics.first_token_s) / (longest - 1)
             self._tpot_ms.append(between_s * 1e3)
 
-    def figures(self, wall_s: float, books: BookSummary) -> Figures:
-        """The run's figures; `books` are those of the same stretch of time."""
+    def figures(self, wall_s: float, books: BookSummary, syncs: SyncCounts) -> Figures:
+        """The run's figures; `books` and `syncs` are those of the same stretch of time."""
         return Figures(
             self.output_tokens / wall_s if wall_s else 0.0,
             *_percentiles(self._tpot_ms),
@@ -70,6 +76,7 @@ class RunTally:
             books.hidden_us_per_step,
             books.exposed_us_per_step,
             books.device_idle_pct,
+            syncs,
         )
 
 

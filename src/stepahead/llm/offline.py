@@ -1,6 +1,7 @@
 """`LLM`: prompts in, whole answers out, in vLLM's shape.
 
-Knows an engine and its texts; not what a plan says.  Not for several threads at once.
+Knows an engine and its texts; not what a plan says.  Not for several threads at once, but that any
+may close it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 from stepahead.assemble import Assembly, build_engine
 from stepahead.config import Resolved, config_from
 from stepahead.engine import Engine
-from stepahead.errors import EngineError, InvalidParameter, RequestError
+from stepahead.errors import EngineClosed, EngineError, InvalidParameter, RequestError
 from stepahead.llm.collect import Collector, News
 from stepahead.llm.interrupt import Interruption
 from stepahead.llm.progress import Bar
@@ -80,7 +81,8 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Ends the engine and its worker.  Idempotent."""
+        """Ends the engine and its worker, in a few seconds whatever they are at.  Idempotent; for
+        any thread."""
         self._finalizer()
 
     def generate(
@@ -98,7 +100,8 @@ class LLM:
 
         RequestError names the prompt that is wrong, and then none has run.  When the engine fails
         its EngineError is raised with `outputs`, the list that would have been returned, on it:
-        requests that were not done have the finish reason `error` there.
+        requests that were not done have the finish reason `error` there.  So is EngineClosed when
+        another thread closes the engine meanwhile; they have the finish reason `abort` then.
         """
         found = prompt_list(prompts)
 
@@ -147,7 +150,7 @@ class LLM:
         collector = Collector(self.tokenizer)
         keys = [str(next(self._keys)) for _ in prompts]
         done: dict[Any, RequestOutput] = {}
-        with Interruption() as interruption:
+        with Interruption(self.close) as interruption:
             try:
                 for place, prompt in enumerate(prompts):
                     with _naming(f"{name}[{place}]"):
@@ -155,7 +158,7 @@ class LLM:
                         rids = self.engine.add(asked.ids, params[place])
                     collector.open(keys[place], asked, params[place], rids)
                     if interruption.asked:
-                        raise KeyboardInterrupt
+                        raise interruption.error
                 with Bar(len(prompts), use_tqdm) as bar:
                     for news, outputs in self._steps(collector, interruption):
                         done.update(news.done)
@@ -166,6 +169,9 @@ class LLM:
         outputs = [done[key] for key in keys]
         if self.engine.failure is not None:
             raise _with_outputs(self.engine.failure, outputs)
+        if self.engine.closed and any(map(_was_cut_short, outputs)):
+            words = "the engine was closed while it answered; what came is in `outputs`"
+            raise _with_outputs(EngineClosed(words), outputs)
         return outputs
 
     def _steps(
@@ -176,7 +182,7 @@ class LLM:
             if outputs is not None:
                 yield collector.take(outputs), outputs
             if interruption.asked:
-                raise KeyboardInterrupt
+                raise interruption.error
 
     def step(self) -> Outputs | None:
         """One step of the engine; an interrupt or a fault inside it closes the engine."""
@@ -234,6 +240,10 @@ def _params_for(count: int, given: Params) -> list[SamplingParams]:
                 "sampling_params",
             )
     return params
+
+
+def _was_cut_short(output: RequestOutput) -> bool:
+    return any(choice.finish_reason == "abort" for choice in output.outputs)
 
 
 def _with_outputs(error: EngineError, outputs: list[RequestOutput]) -> EngineError:

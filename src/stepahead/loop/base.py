@@ -1,7 +1,8 @@
 """When the host looks.  Knows launch, land and retire; not what a plan says.
 
-The one loop core: it launches and collects for every loop, and keeps the host's book.  A loop is
-an order of those two calls and a depth D: the most steps launched and not yet retired.
+The one loop core: it launches and collects for every loop, keeps the host's book and counts every
+pull back to serial work.  A loop is an order of those two calls and a depth D: the most steps
+launched and not yet retired.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Protocol
 
 from stepahead.observe.books import Books, Stage
 from stepahead.plan import Plan, Result
+from stepahead.sync import SyncCounts, SyncReason
 from stepahead.types import Outputs
 
 
@@ -37,6 +39,13 @@ class Executor(Protocol):
 class Planner(Protocol):
     """Who decides; the scheduler."""
 
+    def hold(self) -> SyncReason | None:
+        """Why the oldest flight should land before the next step is planned, if it should.
+
+        None where nothing is in the air: what is put off would be put off for ever.
+        """
+        ...
+
     def plan(self) -> Plan | None:
         """The next step, or None when nothing can run before a flight lands."""
         ...
@@ -45,16 +54,31 @@ class Planner(Protocol):
         """Applies what a step brought."""
         ...
 
+    @property
+    def has_more(self) -> bool:
+        """Whether any request needs a step that is not launched yet."""
+        ...
+
 
 class LoopCore:
-    """Launches and collects, in order, and never more than `depth` steps ahead."""
+    """Launches and collects, in order, and never more than `depth` steps ahead.
 
-    def __init__(self, planner: Planner, executor: Executor, depth: int, books: Books) -> None:
+    `syncs` counts what a landed step says of itself, and the landings that came before a launch
+    because the planner held it (its reason) or had nothing to run while some request still needed
+    steps (DRAIN; the last steps of a run are none).  Their rows are those of the step landed for
+    it, as many as it sampled.
+    """
+
+    def __init__(
+        self, planner: Planner, executor: Executor, depth: int, books: Books, syncs: SyncCounts
+    ) -> None:
         self.depth = depth
         self.books = books
+        self.syncs = syncs
         self._planner = planner
         self._executor = executor
         self._flights: deque[tuple[Plan, Flight]] = deque()
+        self._held: SyncReason | None = None  # why the next landing comes before a launch
 
     @property
     def flights(self) -> int:
@@ -66,8 +90,10 @@ class LoopCore:
         assert len(self._flights) < self.depth, "launched more than D steps ahead"
         books = self.books
         books.enter(Stage.PLAN)
-        plan = self._planner.plan()
+        held = self._planner.hold()
+        plan = self._planner.plan() if held is None else None
         if plan is None:
+            self._held = held or (SyncReason.DRAIN if self._planner.has_more else None)
             return False
         books.enter(Stage.LAUNCH)
         self._flights.append((plan, self._executor.launch(plan)))
@@ -82,8 +108,17 @@ class LoopCore:
         books.enter(Stage.RETIRE)
         books.busy(result.step, result.device_start_ns, result.device_end_ns)
         self._flights.popleft()
+        self._count(result)
         return self._planner.retire(plan, result)
+
+    def _count(self, result: Result) -> None:
+        if self._held is not None:
+            self.syncs.add(self._held, len(result.tokens))
+            self._held = None
+        for sync in result.syncs:
+            self.syncs.add(sync.reason, sync.rows)
 
     def forget(self) -> None:
         """Drops all flights; for a runner that is lost."""
         self._flights.clear()
+        self._held = None

@@ -9,14 +9,13 @@ import numpy as np
 
 from stepahead.plan import Result
 from stepahead.scheduler.table import RowSet, Table
-from stepahead.types import LogprobRows, PromptLogprobs
+from stepahead.types import HiddenRows, LogprobRows, PromptLogprobs
 
 
 @dataclass(frozen=True)
 class Launched:
     """What a flight was launched with; retiring sees exactly this, whatever was planned since."""
 
-    step: int
     rows: RowSet
     chunks: np.ndarray  # int32[c, 4] as in the plan
     ending: tuple[int, ...]  # slots whose last output, by length, this step brings
@@ -49,14 +48,29 @@ class Heard:
     def _rows(self, values: LogprobRows | None) -> LogprobRows | None:
         if values is None or self._live.all():
             return values
-        keep = self._live[values.rows]
-        place = np.cumsum(self._live) - 1
+        keep, rows = self._renumbered(values.rows)
         width = values.width
         return msgspec.structs.replace(
             values,
-            rows=place[values.rows[keep]].astype(np.int32),
+            rows=rows,
             chosen=values.chosen[keep],
             rank=values.rank[keep],
             top_ids=values.top_ids.reshape(len(keep), width)[keep].reshape(-1),
             top=values.top.reshape(len(keep), width)[keep].reshape(-1),
         )
+
+    def hidden(self, result: Result) -> HiddenRows | None:
+        """The result's hidden states, renumbered as the outputs of the live rows are."""
+        values = result.hidden
+        if values is None or self._live.all():
+            return values
+        keep, rows = self._renumbered(values.rows)
+        states = values.values.reshape(len(keep), values.width)[keep]
+        return HiddenRows(rows, values.width, states.reshape(-1))
+
+    def _renumbered(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Which of `rows`, int32[r] of the result's tokens, are live: bool[r]; and these among the
+        live ones only, int32."""
+        keep = self._live[rows]
+        place = np.cumsum(self._live) - 1
+        return keep, place[rows[keep]].astype(np.int32)

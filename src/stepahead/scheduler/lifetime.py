@@ -68,6 +68,7 @@ class Counters:
     preemptions: int = 0
     prefix_hits: int = 0
     slot_reuses: int = 0
+    repeats: int = 0
 
     def as_dict(self) -> dict[str, int]:
         """All counters by name."""
@@ -134,11 +135,16 @@ class Lifetime:
         params, seed, choice = request.params, request.seed, request.choice
         return Join(slot, generation, tokens, entry.prompt_len, cached, pages, params, seed, choice)
 
-    def start_decoding(self, entry: Entry) -> None:
-        """All its tokens are scheduled; from the next plan on it decodes, if any output is left."""
-        entry.standing = Standing.DECODE
-        if self.table.budget[entry.slot] > 0:
-            self.table.decoding[entry.slot] = True
+    def start_decoding(self, slots: np.ndarray) -> None:
+        """All tokens of these slots are scheduled; from the next plan on those that have outputs
+        left decode."""
+        for slot in slots.tolist():
+            entry = self.entries[slot]
+            assert entry is not None
+            entry.standing = Standing.DECODE
+        more = slots[self.table.budget[slots] > 0]
+        if len(more):
+            self.table.decoding[more] = True
             self.changed = True
 
     def known_tokens(self, entry: Entry) -> np.ndarray:

@@ -15,7 +15,8 @@ class Limits:
 
     `num_pages` counts the padding page; `num_slots` slot 0.  `relay` is where decode rows get
     their input tokens: `host` (the plan brings them all), `slot`, or `row` (the plan brings those
-    whose row has no sample in flight).
+    whose row has no sample in flight).  `serial_prefill`: a step of prompts alone waits until the
+    one before it, of prompts alone too, is retired.
     """
 
     max_rows: int
@@ -26,6 +27,7 @@ class Limits:
     model_len: int
     relay: str = "slot"
     prefix_cache: bool = True
+    serial_prefill: bool = False
     debug: bool = False
 
     @property

@@ -10,14 +10,11 @@ import numpy as np
 
 from stepahead.scheduler.lifetime import Entry, Lifetime, Standing
 from stepahead.scheduler.policy import victims
-from stepahead.scheduler.table import RowSet, row_set
+from stepahead.scheduler.table import NOBODY, RowSet
 
 # positions for which pages are granted ahead: rows are looked at once in so many steps
 HORIZON = 8
-# planned, in_flight, promised, pins, budget of a row that decodes one position
-_LAUNCH = np.array([[1], [1], [1], [1], [-1]], np.int32)
 _FAR = 1 << 30
-NOBODY = row_set(np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
 class Room:
@@ -70,10 +67,25 @@ class DecodeRows:
             return self._rows
         return self._grant(grants)
 
+    def repeats(self, rows: RowSet) -> bool:
+        """Whether the next plan decodes just these rows again, and none needs a page or ends."""
+        return (
+            rows is self._rows
+            and not self.life.changed
+            and self._until_grant > 0
+            and self._until_length > 1
+        )
+
+    @property
+    def idle(self) -> bool:
+        """Whether no row is there to decode, pages or not."""
+        return not (self.table.decoding.any() if self.life.changed else self._rows.count)
+
     def _regroup(self) -> None:
         table = self.table
         self.life.changed = False
         self._rows = rows = table.rows(table.decoding.nonzero()[0])
+        table.stand(rows)
         self._until_length = int(table.budget[rows.at].min()) if rows.count else _FAR
         self._until_grant = self._next_need(rows)
 
@@ -148,7 +160,7 @@ class DecodeRows:
     def advance(self, rows: RowSet) -> tuple[int, ...]:
         """Moves the rows' frontiers one position; the slots whose last output that will bring."""
         table = self.table
-        table.frontier[:, rows.span] += _LAUNCH * rows.ones
+        table.launch(rows)
         self._until_grant -= 1
         self._until_length -= 1
         if self._until_length > 0:

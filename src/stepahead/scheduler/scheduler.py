@@ -1,7 +1,7 @@
 """What runs next.  Plans on predicted lengths, retires what landed; knows no torch and no clock.
 
-In a steady step nothing here loops over rows: columns move in a few vector operations, and two
-countdowns say when the next row ends by length or needs a page.
+In a steady step nothing here looks at rows.  Two countdowns say when the next of them ends by
+length or needs a page; until then, and while nobody comes or goes, a plan repeats the last one.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from stepahead.scheduler.check import check, check_at_rest
 from stepahead.scheduler.heard import Heard, Launched
 from stepahead.scheduler.lifetime import Entry, Lifetime, Standing
 from stepahead.scheduler.policy import Limits, output_limit, spare_pages
-from stepahead.scheduler.rows import NOBODY, DecodeRows
+from stepahead.scheduler.rows import DecodeRows
 from stepahead.scheduler.settle import HeardTokens, Settler
 from stepahead.scheduler.stop import StopTable
-from stepahead.scheduler.table import RowSet, Table
+from stepahead.scheduler.table import NOBODY, RowSet, Table
+from stepahead.sync import SyncReason
 from stepahead.types import Finish, FinishReason, Load, Outputs, Request
 
 
@@ -32,8 +33,8 @@ class Scheduler:
 
     def __init__(self, limits: Limits, stops: StopTable) -> None:
         self.limits = limits
-        self.table = Table(limits.num_slots, limits.max_pages)
         self.store = PageStore(limits.num_pages, limits.page_size, limits.prefix_cache)
+        self.table = Table(limits.num_slots, limits.max_pages, self.store.mirror)
         self.stops = stops
         self.life = Lifetime(self.table, self.store, stops)
         self.load = Load(pages_total=limits.num_pages - 1)
@@ -44,6 +45,7 @@ class Scheduler:
         self._decode = DecodeRows(self.life, limits.page_size)
         self._settler = Settler(self.life, limits.page_size)
         self._sent_rows = NOBODY
+        self._again: Launched | None = None  # the last step, unless there were prompts in it
         self._step = self._arrivals = 0
         # who stood first in the queue and could not be admitted, and the state of things then
         self._refused = (-1, -1, -1)
@@ -102,13 +104,14 @@ class Scheduler:
         self.life.counters.aborts += 1
         return self._end(entry, "abort")
 
-    def fail_all(self, error: str) -> list[Finish]:
-        """The runner is lost: every request ends with `error`, nothing is in flight any more."""
+    def drop_all(self, reason: FinishReason, error: str = "") -> list[Finish]:
+        """Every request ends, and flights are as if they had never been: nothing of them lands."""
         self._launched.clear()
         # what was in the air was not written: its pages must not be found by others
-        self.table.planned -= self.table.in_flight
-        self.table.frontier[1:4] = 0
-        finishes = [self._end(entry, "error", error=error) for entry in [*self._entries.values()]]
+        frontier = self.table.frontier
+        frontier[0] -= frontier[1]
+        frontier[1:4] = 0
+        finishes = [self._end(entry, reason, error=error) for entry in [*self._entries.values()]]
         self.life.sweep()
         self._waiting.clear()
         self._prefilling.clear()
@@ -133,6 +136,8 @@ class Scheduler:
 
     def plan(self) -> Plan | None:
         """The next step, or None when nothing can run before a flight lands."""
+        if (again := self._again) is not None and self._repeats(again):
+            return self._repeat(again)
         grants: list[np.ndarray] = []
         rows = self._decode.select(grants)
         chunks, joins = self._prefill(self.limits.max_step_tokens - rows.count)
@@ -145,13 +150,61 @@ class Scheduler:
             ending += self._advance_chunks(table)
         return self._emit(rows, tokens, table, joins, grants, ending)
 
+    def hold(self) -> SyncReason | None:
+        """Why a flight should land before the next step is planned; None where nothing is in the
+        air.  A row that decodes but lacks a page counts as one that decodes; a prompt for which
+        there is no page counts as one that waits."""
+        if not self.limits.serial_prefill or not self._decode.idle:
+            return None
+        alone = any(not flight.rows.count for flight in self._launched)
+        return SyncReason.SERIAL_PREFILL if alone and self._has_prompts() else None
+
+    @property
+    def has_more(self) -> bool:
+        """Whether any request needs a step that is not launched yet."""
+        # after the first question whoever waits is somebody who has not ended
+        if self._has_prompts() or self._waiting or not self._decode.idle:
+            return True
+        marked = (self.life.entries[slot] for slot in self.life.ghosts)
+        return any(entry and entry.standing is Standing.PREEMPTED for entry in marked)
+
+    def _has_prompts(self) -> bool:
+        """Whether a prompt has positions to compute, and nothing but pages could be in its way."""
+        return any(e.standing is Standing.PREFILL for e in self._prefilling) or (
+            self._next_waiting() is not None
+        )
+
+    def _repeats(self, again: Launched) -> bool:
+        """Whether the next plan is the last one again: nobody came, left, ended or waits to be let
+        in, and no row needs a page or brings its last output.  In O(1), whatever the batch."""
+        relay = self.limits.relay
+        # the newest flight in the air is of these rows, so each has a sample in the relay by row
+        tokens_there = relay == "slot" or (relay == "row" and bool(self._launched))
+        return (
+            tokens_there
+            and self._decode.repeats(again.rows)
+            and not self.life.leaves
+            and self._next_waiting() is None
+        )
+
+    def _repeat(self, again: Launched) -> Plan:
+        rows, step = again.rows, self._step
+        self._step += 1
+        self._decode.advance(rows)
+        self._launched.append(again)
+        counters = self.life.counters
+        counters.steps += 1
+        counters.repeats += 1
+        counters.launched_rows += rows.count
+        return Plan(step, rows.wire, True)
+
     def _host_tokens(self, rows: RowSet) -> np.ndarray | None:
         """Input tokens the plan must bring, int32[n], -1 for the relay's; None if it has all."""
         if self.limits.relay == "slot" or not rows.count:
             return None
         table, at = self.table, rows.at
         if self.limits.relay == "host":
-            return table.last[at].copy()
+            return table.newest(rows)
         # a row without a sample in flight was left out for a while: the ring may not reach back
         known = table.promised[at] == 0
         return np.where(known, table.last[at], -1).astype(np.int32) if known.any() else None
@@ -173,7 +226,9 @@ class Scheduler:
         self._step += 1
         slots = np.append(rows.slots, chunks[:, 0]) if self.limits.debug else NO_INTS
         generations = self.table.generation[slots]
-        self._launched.append(Launched(step, rows, chunks, ending, generations))
+        launched = Launched(rows, chunks, ending, generations)
+        self._launched.append(launched)
+        self._again = None if len(chunks) else launched
         same, self._sent_rows = rows is self._sent_rows, rows
         counters = self.life.counters
         counters.steps += 1
@@ -194,30 +249,34 @@ class Scheduler:
             if budget <= 0:
                 break
             budget -= self._chunk(entry, int(self.table.planned[entry.slot]), budget, chunks)
-        self._requeue()
         while budget > 0 and (join := self._admit()) is not None:
             joins.append(join)
             budget -= self._chunk(self._prefilling[-1], join.cached, budget, chunks)
         return chunks, joins
 
-    def _requeue(self) -> None:
-        for entry in self.life.requeue:
-            heapq.heappush(self._waiting, (entry.arrival, entry))
-        self.life.requeue.clear()
+    def _next_waiting(self) -> Entry | None:
+        """Who may be let in if there are pages; None if nobody can be, or nothing has changed
+        since pages were short for it."""
+        waiting, life = self._waiting, self.life
+        for entry in life.requeue:
+            heapq.heappush(waiting, (entry.arrival, entry))
+        life.requeue.clear()
+        while waiting and waiting[0][1].standing is Standing.ENDED:
+            heapq.heappop(waiting)  # aborted while it waited
+        if not waiting or life.running >= self.limits.max_rows or not self.table.free_slots:
+            return None
+        entry = waiting[0][1]
+        return None if self._state(entry) == self._refused else entry
+
+    def _state(self, entry: Entry) -> tuple[int, int, int]:
+        return entry.arrival, self.store.changes, self.life.running
 
     def _admit(self) -> Join | None:
-        limits, life = self.limits, self.life
-        while self._waiting and self._waiting[0][1].standing is Standing.ENDED:
-            heapq.heappop(self._waiting)  # aborted while it waited
-        if not self._waiting or life.running >= limits.max_rows or not self.table.free_slots:
+        if (entry := self._next_waiting()) is None:
             return None
-        entry = self._waiting[0][1]
-        state = (entry.arrival, self.store.changes, life.running)
-        if state == self._refused:
-            return None  # nothing has changed that could let it in
-        join = life.admit(entry, spare_pages(life.running))
+        join = self.life.admit(entry, spare_pages(self.life.running))
         if join is None:
-            self._refused = state
+            self._refused = self._state(entry)
         else:
             heapq.heappop(self._waiting)
             self._prefilling.append(entry)
@@ -240,20 +299,17 @@ class Scheduler:
         table.promised[slots] += samples
         table.budget[slots] -= samples
         done = slots[samples > 0]
-        for slot in done.tolist():
-            entry = self.life.entries[slot]
-            assert entry is not None
-            self.life.start_decoding(entry)
+        self.life.start_decoding(done)
         return tuple(done[table.budget[done] == 0].tolist())
 
     # --- retire ---------------------------------------------------------------------------
 
     def retire(self, plan: Plan, result: Result) -> Outputs:
         """Applies what a step brought; only here do tokens become known, and pages free."""
-        launched = self._launched[0]
-        assert launched.step == plan.step == result.step, "flights retire in the order of launch"
-        self._launched.popleft()
-        heard = Heard(self.table, launched) if result.has_logprobs else None
+        oldest = self._step - len(self._launched)  # plans are numbered in a row
+        assert oldest == plan.step == result.step, "flights retire in the order of launch"
+        launched = self._launched.popleft()
+        heard = Heard(self.table, launched) if result.has_extras else None
         split = launched.rows.count
         news = self._settler.rows(launched.rows, result.tokens[:split])
         if len(launched.chunks):
@@ -266,19 +322,19 @@ class Scheduler:
                 finishes.append(self._end(entry, "length"))
         if self.life.ghosts:
             self.life.sweep()
-        self._publish_load(launched.step)
+        self._publish_load(oldest)
         if self.limits.debug:
             check(self.life, self._launched)
         rows, prompts = heard.logprobs(result) if heard else (None, ())
-        _, rids, tokens, first = news
-        return Outputs(plan.step, rids, tokens, first, tuple(finishes), rows, prompts)
+        hidden = heard.hidden(result) if heard else None
+        _, _, rids, tokens, first = news
+        return Outputs(plan.step, rids, tokens, first, tuple(finishes), rows, prompts, hidden)
 
     def _stopped(self, news: HeardTokens) -> list[Finish]:
         """Ends the requests whose new token completes a stop id or string."""
         finishes = []
         life, table = self.life, self.table
-        watch = table.watch[news.slots]
-        for index in self.stops.candidates(news.tokens, watch).tolist():
+        for index in self.stops.candidates(news.tokens, table.watch[news.at]).tolist():
             entry = life.entries[int(news.slots[index])]
             assert entry is not None, "a token was heard for a slot that nobody has"
             count = int(table.length[entry.slot]) - entry.prompt_len

@@ -8,6 +8,11 @@ Frontiers of a slot, in positions of its sequence:
 
     settled  = planned - in_flight
     promised = output tokens that unretired plans will bring (placeholders)
+
+**The standing rows.**  In steady decode the same rows are launched and land again and again.  Of
+these steps only the launches are counted and the tokens kept; nothing moves in the columns until
+somebody looks at one that would have moved.  Looking is what brings them up to date (`fold`), so
+there is no way to see them behind.
 """
 
 from __future__ import annotations
@@ -16,6 +21,15 @@ import heapq
 from dataclasses import dataclass
 
 import numpy as np
+
+from stepahead.cache.tokens import TokenMirror
+
+# planned, in_flight, promised, pins, budget of a row that decodes one position
+_LAUNCH = np.array([[1], [1], [1], [1], [-1]], np.int32)
+_LAND = np.array([[0], [-1], [-1], [-1], [0]], np.int32)
+# landed steps that are kept for later, at most: else a long answer would pile up where no page is
+# granted and nobody looks
+_MOST_KEPT = 16
 
 
 @dataclass(frozen=True)
@@ -54,21 +68,31 @@ def row_set(slots: np.ndarray, rids: np.ndarray) -> RowSet:
     return RowSet(slots, wire, rids, span, mask, slots)
 
 
+NOBODY = row_set(np.zeros(0, np.int64), np.zeros(0, np.int64))
+
+
 class Table:
     """Columns by slot.  Slot 0 is padding.  Slots are handed out lowest first, so that the rows
-    in use lie close together and columns are used as slices, not gathers."""
+    in use lie close together and columns are used as slices, not gathers.
 
-    def __init__(self, num_slots: int, max_pages: int) -> None:
+    The columns that move with every step are behind properties, which fold."""
+
+    def __init__(self, num_slots: int, max_pages: int, mirror: TokenMirror) -> None:
         self.num_slots = num_slots
         self.max_pages = max_pages
-        # one block, so that a plan or a retirement moves several columns in one operation
-        self.frontier = np.zeros((5, num_slots), np.int32)
-        self.planned, self.in_flight, self.promised, self.pins, self.budget = self.frontier
-        self.length = np.zeros(num_slots, np.int32)
+        # one block, so that a launch or a landing moves several columns in one operation
+        self._frontier = np.zeros((5, num_slots), np.int32)
+        self._planned, self._in_flight, self._promised, self._pins, self._budget = self._frontier
+        self._length = np.zeros(num_slots, np.int32)
+        self._last = np.zeros(num_slots, np.int32)
+        self._mirror = mirror
+        self._page_shift = mirror.page_size.bit_length() - 1  # page sizes are powers of two
+        # the standing rows, and their steps that are not in the columns yet
+        self._standing = NOBODY
+        self._launches = 0
+        self._kept: list[np.ndarray] = []  # int32[n] tokens of each landed step
         self.covered = np.zeros(num_slots, np.int32)
         self.limit = np.zeros(num_slots, np.int32)  # positions that will ever be computed
-        self.last = np.zeros(num_slots, np.int32)
-        self.cell = np.zeros(num_slots, np.int64)  # the mirror's cell for `last`
         self.deaf = np.zeros(num_slots, np.bool_)  # ended: what still lands is not for it
         self.watch = np.zeros(num_slots, np.uint8)  # what its stop rule looks at
         self.decoding = np.zeros(num_slots, np.bool_)
@@ -78,6 +102,125 @@ class Table:
         self.rid = np.zeros(num_slots, np.int64)
         self.pages = np.zeros((num_slots, max_pages), np.int32)
         self._free = list(range(1, num_slots))
+
+    # --- the columns that move ----------------------------------------------------------------
+
+    @property
+    def frontier(self) -> np.ndarray:
+        """int32[5, slots]: planned, in_flight, promised, pins, budget."""
+        self.fold()
+        return self._frontier
+
+    @property
+    def planned(self) -> np.ndarray:
+        """Positions scheduled."""
+        self.fold()
+        return self._planned
+
+    @property
+    def in_flight(self) -> np.ndarray:
+        """Positions of unretired plans."""
+        self.fold()
+        return self._in_flight
+
+    @property
+    def promised(self) -> np.ndarray:
+        """Output tokens that unretired plans will bring."""
+        self.fold()
+        return self._promised
+
+    @property
+    def pins(self) -> np.ndarray:
+        """Flights that name the slot."""
+        self.fold()
+        return self._pins
+
+    @property
+    def budget(self) -> np.ndarray:
+        """Outputs that are not launched yet."""
+        self.fold()
+        return self._budget
+
+    @property
+    def length(self) -> np.ndarray:
+        """Known tokens."""
+        self.fold()
+        return self._length
+
+    @property
+    def last(self) -> np.ndarray:
+        """The newest known token, whose KV is not written yet."""
+        self.fold()
+        return self._last
+
+    def fold(self) -> None:
+        """Brings the columns and the mirror up to date with the standing rows' steps."""
+        if not (self._launches or self._kept):
+            return
+        rows, launches, kept = self._standing, self._launches, [*self._kept]
+        self._launches = 0
+        self._kept.clear()
+        self._frontier[:, rows.span] += _moved(launches, len(kept)) * rows.ones
+        if kept:
+            self._append(rows.at, rows.slots, kept)
+
+    def folded(self) -> np.ndarray:
+        """`frontier` as it would be, a copy.  For checks: they must not do the folding that some
+        other place has left out."""
+        frontier, rows = self._frontier.copy(), self._standing
+        frontier[:, rows.span] += _moved(self._launches, len(self._kept)) * rows.ones
+        return frontier
+
+    def stand(self, rows: RowSet) -> None:
+        """From now on the steps of `rows`, this very object, are counted and kept."""
+        self.fold()
+        self._standing = rows
+
+    def launch(self, rows: RowSet) -> None:
+        """A step in which each of `rows` decodes one position is on its way."""
+        if rows is self._standing:
+            self._launches += 1
+        else:
+            self.frontier[:, rows.span] += _LAUNCH * rows.ones
+
+    def land(self, rows: RowSet, tokens: np.ndarray) -> None:
+        """A step of `rows` has landed with int32[n] `tokens`, and all of them still listen."""
+        if rows is not self._standing:
+            self.land_for(rows, rows.at, rows.slots, tokens)
+            return
+        self._kept.append(tokens)
+        if len(self._kept) == _MOST_KEPT:
+            self.fold()
+
+    def land_for(
+        self, rows: RowSet, at: slice | np.ndarray, slots: np.ndarray, tokens: np.ndarray
+    ) -> None:
+        """A step of `rows` has landed; int32[n] `tokens` are for `slots`, `at` in the columns."""
+        # first what landed before: tokens are appended in order
+        self.frontier[:, rows.span] += _LAND * rows.ones
+        self._append(at, slots, [tokens])
+
+    def _append(self, at: slice | np.ndarray, slots: np.ndarray, landed: list[np.ndarray]) -> None:
+        """`landed`: int32[n] tokens of k steps.  The inputs of these steps have KV now and go to
+        the mirror; what the newest brought are the new last tokens."""
+        steps, mask = len(landed), self._mirror.page_size - 1
+        inputs = np.empty((steps, len(slots)), np.int32)
+        inputs[0] = self._last[at]
+        for step, tokens in enumerate(landed[:-1], 1):
+            inputs[step] = tokens
+        position = self._length[at] + np.arange(-1, steps - 1)[:, None]
+        page = self.pages[slots, position >> self._page_shift].astype(np.int64)
+        self._mirror.by_cell[(page << self._page_shift) + (position & mask)] = inputs
+        self._last[at] = landed[-1]
+        self._length[at] += steps
+
+    def newest(self, rows: RowSet) -> np.ndarray:
+        """The input tokens int32[n] of the rows' next step, where all before it have landed."""
+        if rows is self._standing and self._kept:
+            return self._kept[-1]
+        return self.last[rows.at].copy()
+
+    # --- slots --------------------------------------------------------------------------------
 
     @property
     def free_slots(self) -> int:
@@ -90,9 +233,10 @@ class Table:
 
     def give_slot(self, slot: int) -> None:
         """Clears the slot and takes it back; what still names its old generation is void."""
-        assert self.pins[slot] == 0, "a slot was given back while a flight names it"
+        self.fold()
+        assert self._pins[slot] == 0, "a slot was given back while a flight names it"
         self.generation[slot] += 1
-        self.frontier[:, slot] = 0
+        self._frontier[:, slot] = 0
         self.deaf[slot] = self.decoding[slot] = False
         self.num_pages[slot] = self.held[slot] = self.covered[slot] = 0
         heapq.heappush(self._free, slot)
@@ -107,4 +251,10 @@ class Table:
 
     def settled(self, slot: int) -> int:
         """Positions whose KV is known to be written."""
-        return int(self.planned[slot] - self.in_flight[slot])
+        self.fold()
+        return int(self._planned[slot] - self._in_flight[slot])
+
+
+def _moved(launches: int, landings: int) -> np.ndarray:
+    """int32[5, 1]: how far so many steps move a row's frontiers."""
+    return _LAUNCH * launches + _LAND * landings

@@ -3,8 +3,12 @@
 Regime: steady decode, no device.  The executor is a stand-in that encodes each plan and answers
 with the bytes of a prepared result, so exactly the host's share of a step runs, books included.
 Overlap order (D = 2).  The prefix cache is on; prompts are of staggered lengths, so page turns are
-spread evenly over the steps, and the mean over the measured steps has all page work in it.  No
-plan is repeated without the scheduler.  Times are CPU times of the one thread.
+spread evenly over the steps, and the mean over the measured steps has all page work in it.  Times
+are CPU times of the one thread.
+
+A plan: `plan()` alone, in the steps of the same run that decode the same rows and grant nothing.
+*chained*, as the engine does it: such a plan repeats the last one.  *anew*: each is made anew, and
+the columns move with every step.
 
 Waves: 256 requests of 128-token prompts, half of them sharing their first 64 tokens, arrive at
 once (from `add` until their first tokens are out), and finish at once (the one retirement in
@@ -25,7 +29,9 @@ from rich.table import Table
 from stepahead.config import EngineConfig, ModelFacts, resolve
 from stepahead.engine import Engine
 from stepahead.plan import Plan, Result, decode_result, encode_plan, encode_result
+from stepahead.scheduler.scheduler import Scheduler
 from stepahead.scheduler.stop import Vocabulary
+from stepahead.scheduler.table import NOBODY
 from stepahead.types import Outputs, SamplingParams
 from stepahead.wire import encode
 
@@ -112,8 +118,8 @@ def timed(executor: PreparedExecutor, work: Callable[[], None]) -> float:
     return (time.thread_time_ns() - began - (executor.spent_ns - before)) / 1e3
 
 
-def steady_us(rows: int, steps: int = 640) -> float:
-    """Mean thread-CPU microseconds of a steady decode step."""
+def decoding(rows: int, steps: int) -> tuple[Engine, PreparedExecutor]:
+    """An engine whose rows are past their prompts and decode for `steps` steps and more."""
     engine, executor = build(rows)
     params = SamplingParams(temperature=0.0, max_tokens=4 * steps)
     rng = np.random.default_rng(1)
@@ -121,12 +127,59 @@ def steady_us(rows: int, steps: int = 640) -> float:
         engine.add(rng.integers(3, VOCAB, 64 + row % 16), params)
     for _ in range(20):
         step(engine)
+    return engine, executor
+
+
+def steady_us(rows: int, steps: int = 640) -> float:
+    """Mean thread-CPU microseconds of a steady decode step."""
+    engine, executor = decoding(rows, steps)
 
     def run() -> None:
         for _ in range(steps):
             step(engine)
 
     return timed(executor, run) / steps
+
+
+def plan_us(rows: int, chained: bool, steps: int = 320) -> float:
+    """Median thread-CPU microseconds of planning what was planned before."""
+    engine, _ = decoding(rows, steps)
+    scheduler = engine.scheduler
+    if not chained:
+        _unchain(scheduler)
+    plan = scheduler.plan
+    spent_us: list[float] = []
+
+    def timed_plan() -> Plan | None:
+        began = time.thread_time_ns()
+        planned = plan()
+        took_ns = time.thread_time_ns() - began
+        if planned is not None and planned.same_rows and not len(planned.grants):
+            spent_us.append((took_ns - clock_ns) / 1e3)
+        return planned
+
+    clock_ns = _clock_ns()
+    # reaches in, so that no engine carries a hook that only a benchmark needs
+    scheduler.plan = timed_plan  # type: ignore[method-assign]
+    for _ in range(steps):
+        step(engine)
+    return statistics.median(spent_us)
+
+
+def _unchain(scheduler: Scheduler) -> None:
+    """No plan is a repeat, no rows stand.  Reaches in: the engine has no use for such a switch."""
+    scheduler._repeats = lambda again: False  # type: ignore[method-assign]
+    scheduler.table.stand(NOBODY)
+    scheduler.table.stand = lambda rows: None  # type: ignore[method-assign]
+
+
+def _clock_ns(samples: int = 1001) -> float:
+    """What reading the clock twice takes by the clock itself."""
+    took = []
+    for _ in range(samples):
+        began = time.thread_time_ns()
+        took.append(time.thread_time_ns() - began)
+    return statistics.median(took)
 
 
 def arrive_ms(count: int = 256) -> float:
@@ -167,10 +220,13 @@ def finish_ms(count: int = 256) -> float:
 def measure(repeats: int = 5) -> dict[str, Any]:
     """Medians of `repeats` alternating runs."""
     runs: dict[int, list[float]] = {rows: [] for rows in ROWS}
+    plans: dict[tuple[str, int], list[float]] = {}
     waves: dict[str, list[float]] = {"finish": [], "arrive": []}
     for _ in range(repeats):
         for rows in ROWS:
             runs[rows].append(steady_us(rows))
+            for how in ("chained", "anew"):
+                plans.setdefault((how, rows), []).append(plan_us(rows, how == "chained"))
         waves["finish"].append(finish_ms())
         waves["arrive"].append(arrive_ms())
     us = {rows: statistics.median(values) for rows, values in runs.items()}
@@ -179,6 +235,10 @@ def measure(repeats: int = 5) -> dict[str, Any]:
         "bench": "host_cost",
         "us_per_step": {str(rows): round(value, 1) for rows, value in us.items()},
         "slope_us_per_row": round(slope, 4),
+        "plan_us": {
+            how: {str(rows): round(statistics.median(plans[how, rows]), 2) for rows in ROWS}
+            for how in ("chained", "anew")
+        },
         "wave_256_finish_ms": round(statistics.median(waves["finish"]), 2),
         "wave_256_arrive_ms": round(statistics.median(waves["arrive"]), 2),
     }
@@ -191,6 +251,9 @@ def table(found: dict[str, Any]) -> Table:
     for rows, value in per_step.items():
         lines.add_row(f"{rows} rows", f"{value} us", GOALS_US.get(rows, ""))
     lines.add_row("each row more", f"{found['slope_us_per_row']} us", "0.08 us")
+    for rows, value in found["plan_us"]["chained"].items():
+        anew = found["plan_us"]["anew"][rows]
+        lines.add_row(f"plan() alone, {rows} rows", f"{value} us, {anew} us anew", "flat")
     for wave in ("arrive", "finish"):
         lines.add_row(f"256 {wave} at once", f"{found[f'wave_256_{wave}_ms']} ms", "5 ms")
     return lines
