@@ -34,7 +34,8 @@ MODES: dict[str, dict[str, Any]] = {
 @dataclass(frozen=True)
 class Variant:
     """How to run a workload: the loop, what stands for the device, a depth unless the loop's, the
-    fence, how hostile the device is, and the operation of it that fails (0 for none)."""
+    fence, how hostile the device is, the operation of it that fails (0 for none), and whether the
+    toy's decode steps are captured (model=captured)."""
 
     loop: str = "serial"
     device: str = "cpu"
@@ -43,6 +44,7 @@ class Variant:
     fence: str = "fine"
     mode: str = "plain"
     fail_at: int = 0
+    model: str = "toy"
 
     def __str__(self) -> str:
         flags = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -135,6 +137,7 @@ def runner_spec(settled: Resolved) -> RunnerSpec:
         {"vocab_size": settled.facts.vocab_size, "max_len": length},
         device=config.device,
         device_seed=config.device_seed,
+        max_rows=config.max_rows,
         num_slots=config.num_slots,
         num_pages=settled.pages,
         page_size=config.page_size,
@@ -149,6 +152,7 @@ def runner_spec(settled: Resolved) -> RunnerSpec:
 
 def inline(settled: Resolved, variant: Variant = ORACLE) -> Executor:
     """The real runner in this thread, around the toy."""
+    from captured import CapturedToy
     from stepahead.device.hostile import HostileDevice, HostileModes
     from stepahead.executor.inline import InlineExecutor
     from stepahead.model.toy import ToyModel
@@ -160,7 +164,7 @@ def inline(settled: Resolved, variant: Variant = ORACLE) -> Executor:
         return InlineExecutor(build_runner(spec))
     modes = HostileModes(**MODES[variant.mode], fail_at=variant.fail_at or None)
     device = HostileDevice(spec.device_seed, spec.depth, modes)
-    model = ToyModel(**spec.options)
+    model = (CapturedToy if variant.model == "captured" else ToyModel)(**spec.options)
     return InlineExecutor(Runner(model, device, spec, model.vocab_size))
 
 

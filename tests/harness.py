@@ -389,6 +389,7 @@ def replay(
     parser.add_argument("--fence", default="fine")
     parser.add_argument("--mode", default="plain", choices=MODES)
     parser.add_argument("--fail-at", type=int, default=0)
+    parser.add_argument("--model", default="toy", choices=("toy", "captured"))
     given = parser.parse_args()
     work = make(given.seed)
     if given.keep:
@@ -397,7 +398,7 @@ def replay(
     for ask in work.asks:
         print(ask)
     device = given.device, given.device_seed
-    how = given.fence, given.mode, given.fail_at
+    how = given.fence, given.mode, given.fail_at, given.model
     variant = Variant(given.loop, *device, given.depth, *how)
     oracle = Variant(device="paper" if given.device == "paper" else "cpu")
     lines = differences(player(work, oracle), player(work, variant), compare)

@@ -35,6 +35,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "prefix_cache": (True, False),
     "page_size": (1, 16, 64),
     "mode": tuple(MODES),
+    "model": ("toy", "captured"),
 }
 # what the traces must have met, or they prove less than they say
 MET = (
@@ -56,11 +57,12 @@ class Cell:
     prefix_cache: bool
     page_size: int
     mode: str
+    model: str
 
     def variant(self, seed: int) -> Variant:
         """The engine that plays it, with the device's order."""
         loop, _, depth = self.loop.partition(" ")
-        return Variant(loop, "hostile", seed, int(depth or 0), self.fence, self.mode)
+        return Variant(loop, "hostile", seed, int(depth or 0), self.fence, self.mode, 0, self.model)
 
     def make(self, seed: int) -> Workload:
         """The trace of this seed under these settings."""

@@ -27,7 +27,8 @@ _TOY_CELL_BYTES = 8
 class ModelParts:
     """What an engine is assembled around.
 
-    factory  "module:function" that the runner's process calls with `options` for the model
+    factory  "module:function" that the runner's process calls with `options` for the model, and
+             with device="cuda" where that is where it runs
     notes    what was changed from the model's files, and why
     """
 
@@ -95,11 +96,14 @@ def runner_spec(resolved: Resolved, parts: ModelParts) -> RunnerSpec:
     """What the runner's process needs to know."""
     config = resolved.config
     assert config.threads is not None
+    # a model on the CPU need not know of places; the hostile device is the CPU
+    place = {"device": "cuda"} if config.device == "cuda" else {}
     return RunnerSpec(
         factory=parts.factory,
-        options=parts.options,
+        options=parts.options | place,
         device=config.device,
         device_seed=config.device_seed,
+        max_rows=config.max_rows,
         num_slots=config.num_slots,
         num_pages=resolved.pages,
         page_size=config.page_size,

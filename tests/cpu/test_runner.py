@@ -61,6 +61,7 @@ class Strict(EagerDevice):
     """An operation finds nonsense in blocks that it does not say it reads, and in freed ones."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.uploads: list[tuple[str, Tensor]] = []
 
     def stage(self, step: int) -> Any:

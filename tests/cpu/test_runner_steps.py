@@ -160,7 +160,8 @@ def test_a_wait_for_lengths_has_its_name() -> None:
     assert launched(ToyModel(17, 64)) == []
     named = launched(WantsLengths(17, 64))
     assert {reason for reason, _ in named} == {"host-lengths"}
-    assert sum(rows for _, rows in named) == 3 * 8  # every decode row but none of the prompts'
+    # every decode row, and the two prompts that ran beside some
+    assert sum(rows for _, rows in named) == 3 * 8 + 2
 
 
 class Tapped(InlineExecutor):
@@ -187,6 +188,7 @@ class Log(EagerDevice):
     """Writes down who waits for what, and what is freed."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.waits: list[tuple[Stream, Event]] = []
         self.freed: list[str] = []
 

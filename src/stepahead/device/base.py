@@ -130,6 +130,10 @@ class Device(Protocol):
         """Blocks the host for a named reason, asleep; landing is the only wait that needs none."""
         ...
 
+    def waited(self) -> tuple[SyncReason, ...]:
+        """What the host has waited for since it was last asked, landings excepted."""
+        ...
+
     def stage(self, step: int) -> Staging:
         """A step's staging block, empty.  The one of `depth` steps ago must have landed."""
         ...

@@ -76,6 +76,9 @@ class _Again:
 class EagerDevice:
     """Runs operations where they are enqueued; errors surface there too."""
 
+    def __init__(self) -> None:
+        self._waited: list[SyncReason] = []
+
     @property
     def place(self) -> torch.device:
         """The CPU."""
@@ -99,7 +102,16 @@ class EagerDevice:
         """Nothing to do: what came before has run."""
 
     def sync(self, event: Event, reason: SyncReason) -> None:
-        """Nothing to wait for either."""
+        """Nothing to wait for either; that somebody would have is told all the same."""
+        self._waited.append(reason)
+
+    def waited(self) -> tuple[SyncReason, ...]:
+        """What `sync` was called for."""
+        if not self._waited:
+            return ()
+        waited = tuple(self._waited)
+        self._waited.clear()
+        return waited
 
     def stage(self, step: int) -> _Direct:
         """Copies as int64; the plan's own memory is not kept."""

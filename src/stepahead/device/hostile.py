@@ -143,6 +143,7 @@ class HostileDevice:
         timing: Timing = _TIMING,
     ) -> None:
         self.counts = DeviceCounts()
+        self._waited: list[SyncReason] = []
         self._depth = depth
         self._modes = modes
         self._timing = timing
@@ -192,8 +193,19 @@ class HostileDevice:
         """Waits, and counts it under the reason."""
         self._begin_call()
         assert isinstance(event, HostileEvent)
-        self.counts.syncs[reason] += 1
+        self._count_sync(reason)
         self._run_until(event)
+
+    def waited(self) -> tuple[SyncReason, ...]:
+        """What the host has waited for since it was last asked, landings excepted."""
+        self._check_thread()
+        waited = tuple(self._waited)
+        self._waited.clear()
+        return waited
+
+    def _count_sync(self, reason: SyncReason) -> None:
+        self.counts.syncs[reason] += 1
+        self._waited.append(reason)
 
     def stage(self, step: int) -> RingStaging:
         """A step's staging block.  What the step of `depth` calls ago downloaded is overwritten."""
@@ -219,7 +231,7 @@ class HostileDevice:
 
         self._queue_timed(Stream.COPY, copy, (name,), (target.name,))
         if self._modes.blocking_copies:
-            self.counts.syncs[SyncReason.BLOCKING_COPY] += 1
+            self._count_sync(SyncReason.BLOCKING_COPY)
             self._run_until(self._point(Stream.COPY))
         self._queues.run_some()
         return target

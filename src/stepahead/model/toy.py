@@ -57,6 +57,10 @@ class ToyModel:
         self._weights_dev = 2 * self._count(max_len + 4096) + 1
         self._columns_dev = self._count(vocab_size) * _signed(C)
 
+    def can_capture(self, page_size: int, max_pages: int) -> bool:
+        """On an accelerator; on the CPU reading whole page tables would cost too much."""
+        return self._place.type != "cpu"
+
     def _count(self, end: int) -> Tensor:
         return torch.arange(end, dtype=torch.int64, device=self._place)
 

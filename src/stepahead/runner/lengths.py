@@ -24,11 +24,6 @@ class HostLengths:
         self._device = device
         self._after: tuple[Event, HostArray] | None = None
 
-    @property
-    def known(self) -> bool:
-        """Whether a step has been launched."""
-        return self._after is not None
-
     def follow(self, length_dev: Tensor) -> None:
         """Copies int64[slots] after the step just launched."""
         array = self._device.download(length_dev.clone, "slots")
@@ -36,7 +31,7 @@ class HostLengths:
 
     def fetch(self, computed: np.ndarray) -> None:
         """Waits for the newest copy, which becomes `computed` int64[slots]."""
-        assert self._after is not None
+        assert self._after is not None, "a step decodes before any other has run"
         event, array = self._after
         self._device.sync(event, SyncReason.HOST_LENGTHS)
         computed[:] = array.read()

@@ -29,6 +29,7 @@ from stepahead.plan import Plan, PromptRows, Result
 from stepahead.runner.counts import PenaltyCounts
 from stepahead.runner.ends import ended
 from stepahead.runner.fence import Fence
+from stepahead.runner.graphs import RESULTS, DecodeGraphs, capture_decode
 from stepahead.runner.hidden import HiddenDownload
 from stepahead.runner.inputs import advance, build_inputs
 from stepahead.runner.keep import KeepAlive
@@ -135,6 +136,9 @@ class Runner:
         self._keep = KeepAlive(device, spec.depth)
         self._fence = Fence(device, spec.fence == "fine" and getattr(model, "fine_fence", False))
         self._lengths = HostLengths(device) if getattr(model, "host_lengths", False) else None
+        self._graphs = capture_decode(
+            device, model, self._kv, self._slots, spec.page_size, spec.max_rows
+        )
         # nothing is in the air when a row of the serial loop ends
         eos_dev = eos_table(spec.eos_ids, vocab_size, place) if spec.depth > 1 else None
         self._stager = Stager(
@@ -151,22 +155,27 @@ class Runner:
         """Queues the step on the device's three streams."""
         device = self._device
         self._keep.make_room()
-        syncs = []
-        decoding = self._stager.decoding(plan)
-        if self._lengths is not None and self._lengths.known and decoding:
+        if self._lengths is not None and self._stager.decodes(plan):
             self._lengths.fetch(self._slots.computed)
-            syncs.append(Sync(SyncReason.HOST_LENGTHS, decoding))
         staged = self._stager.stage(plan)
         self._write_pages(staged)
         device.wait(Stream.FORWARD, device.record(Stream.SCHEDULE))
         box = StepBox()
         start = device.record(Stream.FORWARD)
-        self._enqueue_forward(staged, box)
+        graphs = self._graphs
+        if (
+            graphs is not None
+            and not staged.inputs.chunks
+            and graphs.fits(len(staged.inputs.bounds))
+        ):
+            self._enqueue_captured(graphs, staged, box)
+        else:
+            self._enqueue_forward(staged, box)
         end = device.record(Stream.FORWARD)
         self._fence.forward_over(end)
         self._keep.step(staged.blocks, (staged, box))
         device.wait(Stream.COPY, end)
-        return self._copy_out(staged, box, start, end, syncs)
+        return self._copy_out(staged, box, start, end)
 
     def _write_pages(self, staged: Staged) -> None:
         changes = staged.changes
@@ -194,9 +203,25 @@ class Runner:
             self._fence.reads_over(device.record(Stream.FORWARD))
         device.enqueue(Stream.FORWARD, rest.fn, rest.reads, rest.writes)
 
-    def _copy_out(
-        self, staged: Staged, box: StepBox, start: Event, end: Event, syncs: list[Sync]
-    ) -> RunnerFlight:
+    def _enqueue_captured(self, graphs: DecodeGraphs, staged: Staged, box: StepBox) -> None:
+        """As `_enqueue_forward`, for a step that only decodes: model and logits are a graph."""
+        blocks = staged.blocks
+        run = graphs.launch(
+            staged.inputs.rows_dev,
+            partial(self._resolve, staged),
+            (*blocks, "relay", "slots", "counts"),
+            ("relay", "slots", "counts"),
+        )
+        self._fence.reads_over(run.reads_over)
+        box.states_dev = run.states_dev
+        self._device.enqueue(
+            Stream.FORWARD,
+            partial(self._run_sampler, staged, box, run.logits_dev),
+            (*blocks, "slots", "relay", "counts", RESULTS),
+            ("slots", "relay", "counts", RESULTS, f"results {staged.step}"),
+        )
+
+    def _copy_out(self, staged: Staged, box: StepBox, start: Event, end: Event) -> RunnerFlight:
         device, group = self._device, staged.group
         name = f"results {staged.step}"
         tokens = device.download(lambda: _made(box.tokens_dev), name)
@@ -212,13 +237,25 @@ class Runner:
             prompts.append((score, download))
         if len(group.hidden_rows):
             hidden = HiddenDownload(device, lambda: _made(box.hidden_dev), group.hidden_rows, name)
-            syncs.append(Sync(SyncReason.HIDDEN_STATES, len(group.hidden_rows)))
         event = device.record(Stream.COPY)
         if self._lengths is not None:
             self._lengths.follow(self._slots.length_dev)
+        syncs = self._syncs(staged)
         return RunnerFlight(
-            staged.step, event, start, end, tokens, logprobs, tuple(prompts), hidden, tuple(syncs)
+            staged.step, event, start, end, tokens, logprobs, tuple(prompts), hidden, syncs
         )
+
+    def _syncs(self, staged: Staged) -> tuple[Sync, ...]:
+        """Where this step could not run ahead.  A wait holds up all its rows; hidden states only
+        make the landing of those that want them later."""
+        waited, wanting = self._device.waited(), len(staged.group.hidden_rows)
+        if not waited and not wanting:
+            return ()
+        rows = len(staged.inputs.slots_dev)
+        syncs = [Sync(reason, rows) for reason in dict.fromkeys(waited)]
+        if wanting:
+            syncs.append(Sync(SyncReason.HIDDEN_STATES, wanting))
+        return tuple(syncs)
 
     # --- on the device ----------------------------------------------------------------------
 
@@ -228,13 +265,18 @@ class Runner:
             inputs = build_inputs(staged.inputs, self._slots, self._relay, self._spec.page_size)
             box.states_dev = self._model(inputs, self._kv)
 
+    def _resolve(self, staged: Staged) -> Tensor:
+        self._take_over(staged.changes)
+        return self._relay.resolve(staged.inputs.route)
+
     def _take_over(self, changes: StagedChanges) -> None:
         if changes.joined_dev is not None:
             self._slots.revive(changes.joined_dev)
         for row, prompt_dev, outputs_dev in changes.counts:
             self._counts.start(row, prompt_dev, outputs_dev)
 
-    def _run_sampler(self, staged: Staged, box: StepBox) -> None:
+    def _run_sampler(self, staged: Staged, box: StepBox, logits_dev: Tensor | None = None) -> None:
+        """`logits_dev` float32[r, vocab] where they have been computed; changed in place."""
         with torch.inference_mode():
             states = _made(box.states_dev)
             advance(staged.inputs, self._slots)
@@ -242,10 +284,12 @@ class Runner:
                 rows = states[score.first : score.first + score.count]
                 targets = score.targets_dev
                 box.prompts.append(describe_hidden(self._model.logits, rows, targets, score.width))
-            box.tokens_dev = self._sample(staged, states, box)
+            box.tokens_dev = self._sample(staged, states, logits_dev, box)
             box.states_dev = None
 
-    def _sample(self, staged: Staged, states: Tensor, box: StepBox) -> Tensor:
+    def _sample(
+        self, staged: Staged, states: Tensor, logits: Tensor | None, box: StepBox
+    ) -> Tensor:
         step, group = staged.inputs, staged.group
         slots_dev = step.slots_dev
         if not len(slots_dev):
@@ -254,7 +298,7 @@ class Runner:
             states = states[step.sampled_dev]
         if group.hidden_rows_dev is not None:
             box.hidden_dev = states[group.hidden_rows_dev].float()
-        logits = self._model.logits(states)
+        logits = self._model.logits(states) if logits is None else logits
         wanted = group.logprob_rows_dev
         # a copy: sampling changes logits in place
         raw = None if wanted is None else logits[wanted]

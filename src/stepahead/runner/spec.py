@@ -13,6 +13,7 @@ class RunnerSpec:
     factory    "module:function" that is called with `options` and returns the model
     options    keyword arguments for it, plain values only
     device     cpu, cuda or hostile
+    max_rows   most decode rows of a step
     num_slots  slot 0 is padding; `num_pages` counts the padding page 0
     max_pages  page-table entries of a slot
     threads    torch threads
@@ -25,6 +26,7 @@ class RunnerSpec:
     options: dict[str, Any] = field(default_factory=dict)
     device: str = "cpu"
     device_seed: int = 0
+    max_rows: int = 1
     num_slots: int = 2
     num_pages: int = 2
     page_size: int = 16

@@ -117,9 +117,9 @@ class Stager:
         self._group: SampleGroup | None = None  # of the decode rows alone, while they stay
         self._group_block = _Standing(keep)
 
-    def decoding(self, plan: Plan) -> int:
-        """How many rows the plan decodes."""
-        return len(self._rows if plan.same_rows else plan.rows)
+    def decodes(self, plan: Plan) -> bool:
+        """Whether the plan, not yet staged, has decode rows."""
+        return len(self._rows if plan.same_rows else plan.rows) > 0
 
     def stage(self, plan: Plan) -> Staged:
         """Adds what the plan brings to the step's staging block, and sends it."""
