@@ -23,6 +23,7 @@ from stepahead.observe.books import Books, Stage
 from stepahead.scheduler.policy import Limits
 from stepahead.scheduler.scheduler import Scheduler
 from stepahead.scheduler.stop import StopTable, Vocabulary
+from stepahead.sync import SyncCounts
 from stepahead.types import (
     Finish,
     FinishReason,
@@ -54,6 +55,7 @@ def limits_of(resolved: Resolved) -> Limits:
         model_len=resolved.model_len,
         relay=config.relay,
         prefix_cache=config.prefix_cache,
+        serial_prefill=config.serial_prefill,
         debug=config.debug,
     )
 
@@ -67,9 +69,11 @@ class Engine:
         stops = StopTable(facts.vocab_size, facts.eos_ids, vocabulary)
         self.scheduler = Scheduler(limits_of(resolved), stops)
         self.books = Books()
+        self.syncs = SyncCounts()
         self._executor = executor
         config: EngineConfig = resolved.config
-        self._core = LoopCore(self.scheduler, executor, config.steps_ahead, self.books)
+        depth = config.steps_ahead
+        self._core = LoopCore(self.scheduler, executor, depth, self.books, self.syncs)
         self._step = partial(_STEPS[config.loop], self._core)
         self._ended: list[Finish] = []  # terminal messages that no step brought
         self._failure: EngineError | None = None
@@ -100,7 +104,7 @@ class Engine:
             # counted when taken in: a refusal must not change the noise of those that come after
             self._rids += params.n
         finally:
-            self._give_turn()
+            self._turn.release()
         return [request.rid for request in requests]
 
     def _request(self, prompt: np.ndarray, params: SamplingParams, choice: int) -> Request:
@@ -133,7 +137,7 @@ class Engine:
             if finish is not None:
                 self._ended.append(finish)
         finally:
-            self._give_turn()
+            self._turn.release()
 
     # --- steps ------------------------------------------------------------------------------
 
@@ -152,14 +156,18 @@ class Engine:
         """
         self._take_turn()
         try:
-            if self._closed:
-                self._drop("abort")
-            outputs = self._run() if self._open else None
-            if outputs is None and not self._ended:
+            running = not self._closed and self._failure is None
+            if not running and not self._rest():
                 self._check_open()
-            return self._with_ended(outputs)
+            return self._with_ended(self._run() if running else None)
         finally:
-            self._give_turn()
+            self._turn.release()
+
+    def _rest(self) -> list[Finish]:
+        """What an engine that runs no more has still to tell."""
+        if self._closed:
+            self._drop("abort")
+        return self._ended
 
     def _run(self) -> Outputs | None:
         outputs = None
@@ -192,24 +200,15 @@ class Engine:
                 "an engine: give each thread its own, or hand requests to the one that steps"
             )
 
-    def _give_turn(self) -> None:
-        self._turn.release()
-        if self._closed:  # meanwhile, by another thread or a handler, which left the rest to us
-            self._end_rest()
-
     # --- the end ----------------------------------------------------------------------------
 
-    @property
-    def _open(self) -> bool:
-        return not self._closed and self._failure is None
-
     def _check_open(self) -> None:
+        if self._closed:
+            raise EngineClosed("the engine is closed; build a new one")
         if self._failure is not None:
             raise EngineClosed(
                 f"the engine has failed ({self._failure}); close it, build a new one"
             )
-        if self._closed:
-            raise EngineClosed("the engine is closed; build a new one")
 
     @property
     def failure(self) -> EngineError | None:
@@ -225,25 +224,21 @@ class Engine:
         """Ends what still runs with `abort`, then the executor.  Idempotent; for any thread.
 
         Flights in the air are dropped, not landed: a device may be stuck.  So it takes as long as
-        the executor's `close`, at most executor.process.CLOSE_S.  Terminal messages are told by
-        `step`, as ever.  A step that is on ends in its own time, or, where the executor can end its
-        wait, now; it is that thread which then ends the requests.
+        the executor's `close`.  Terminal messages are told by `step`, as ever.  A call that is at
+        work meanwhile is left alone, and the next `step` ends the requests; a step that waits comes
+        back at once, unless its executor computes in the caller's own thread.
         """
         if self._closed:
             return
         self._closed = True
         try:
-            self._end_rest()
+            if self._turn.acquire(blocking=False):
+                try:
+                    self._drop("abort")
+                finally:
+                    self._turn.release()
         finally:
             self._executor.close()
-
-    def _end_rest(self) -> None:
-        """Ends what still runs, unless somebody is at work: who is does it, when he is done."""
-        if self._turn.acquire(blocking=False):
-            try:
-                self._drop("abort")
-            finally:
-                self._turn.release()
 
     def _drop(self, reason: FinishReason, error: str = "") -> None:
         """Nothing is in the air any more, and every request has its end."""

@@ -11,10 +11,12 @@ import os
 import signal
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from closed_form import Toy
 from executor_fakes import FakeRunner
+
+from closed_form import Toy
 from paper import PaperRunner
 from stepahead.plan import Plan, Result
 from stepahead.runner.spec import RunnerSpec
@@ -44,7 +46,8 @@ class ScriptedFlight:
 
 
 class ScriptedRunner(FakeRunner):
-    """Knows FakeRunner's actions, and: blocked, late, slow (each step, in ms), deaf, unclosed."""
+    """Knows FakeRunner's actions, and: blocked, late, slow (each step, in ms), touch (a file), deaf
+    and unclosed."""
 
     def __init__(self, script: dict[int, str], inner: PaperRunner) -> None:
         super().__init__(script, [])
@@ -66,6 +69,9 @@ class ScriptedRunner(FakeRunner):
 
     def _slow(self, milliseconds: str) -> None:
         self._slow_ms = float(milliseconds)
+
+    def _touch(self, path: str) -> None:
+        Path(path).touch()
 
     def _unclosed(self, _: str) -> None:
         pass

@@ -191,6 +191,18 @@ def test_lines_that_failed_are_taken_out_to_be_tried_again(tmp_path: Path) -> No
     assert sorted(file.name for file in tmp_path.iterdir()) == ["in", "out.jsonl"]
 
 
+def test_answers_that_were_cut_short_are_taken_out_to_be_tried_again(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    whole, cut = ({"text": "x", "finish_reason": reason} for reason in ("stop", "abort"))
+    with AnswerFile(path) as answers:
+        answers.write({"id": "a", "line": 1, **cut})
+        answers.write({"id": "b", "line": 2, **whole, "choices": [whole, cut]})
+        answers.write({"id": "c", "line": 3, **whole, "choices": [whole, whole]})
+    with AnswerFile(path) as answers:
+        assert answers.done == {"c"}
+    assert [json.loads(data)["id"] for data in path.read_bytes().splitlines()] == ["c"]
+
+
 UNNAMED = b'{"line":1,"id":1,"text":"x"}\n'
 
 

@@ -22,6 +22,11 @@ _BOOT = (
     "from stepahead.executor.worker import main; main(*fds)"
 )
 _PR_SET_PDEATHSIG = 1
+# A process with no handler of SIGTERM is gone in milliseconds, whatever it computes; one that was
+# killed too, unless it hangs in the kernel, and then no wait helps.
+_ASKED_S = 1.0
+_KILLED_S = 1.0
+END_S = _ASKED_S + _KILLED_S  # the most that `stop` takes beside its grace
 
 
 def die_with_parent() -> None:
@@ -58,15 +63,15 @@ class Child:
         return not self._keeper.is_alive()
 
     def stop(self, grace_s: float) -> None:
-        """Waits `grace_s` for it to end by itself, then asks, then kills."""
+        """Waits `grace_s` for it to end by itself, then asks, then kills; at most END_S more."""
         try:
             if not self.wait(grace_s):
                 self._process.terminate()
-                self.wait(1.0)
+                self.wait(_ASKED_S)
         finally:  # an impatient second Ctrl-C leaves nothing behind either
             if self._keeper.is_alive():
                 self._process.kill()
-                self.wait(5.0)
+                self.wait(_KILLED_S)
 
     def end(self) -> str:
         """How it ended, in words."""
@@ -126,6 +131,9 @@ def _start(fds: tuple[int, int]) -> subprocess.Popen[bytes]:
         stdout=_stderr(),  # what a model prints must not mix with the answers on stdout
         stderr=_stderr(),
         pass_fds=fds,
+        # a signal to our whole group (a terminal's, `timeout`'s) is ours to decide on: were it to
+        # end the worker, what is under way would fail instead of ending in order
+        start_new_session=True,
         env=_SPIN_BRIEFLY | os.environ,
     )
 

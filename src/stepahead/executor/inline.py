@@ -5,6 +5,10 @@ Turns what a model raises into StepFailed, for that step and all later ones.  Kn
 
 from __future__ import annotations
 
+import logging
+import threading
+from collections.abc import Callable
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 from stepahead.errors import EngineClosed, StepFailed
@@ -13,6 +17,8 @@ from stepahead.plan import Plan, Result
 
 if TYPE_CHECKING:
     from stepahead.runner.runner import Runner, RunnerFlight
+
+_LOG = logging.getLogger("stepahead")
 
 
 class InlineFlight:
@@ -34,36 +40,80 @@ class InlineFlight:
             return True
 
     def land(self) -> Result:
-        """Waits, asleep, for this step's results; StepFailed if it or a step before it failed."""
+        """Waits, asleep, for this step's results; StepFailed if it or a step before it failed,
+        EngineClosed after `close`, which has taken the device away."""
         if self._flight is not None and not self._executor.failure_at(self._step):
-            try:
-                return self._flight.land()
-            except ANSWERED as error:
-                self._executor.fail(self._step, error)
+            with self._executor.at_work:
+                try:
+                    return self._flight.land()
+                except ANSWERED as error:
+                    self._executor.fail(self._step, error)
         failure = self._executor.failure_at(self._step)
         assert failure is not None, "a step that was not launched has no failure"
         raise failure
 
 
+class _AtWork:
+    """Calls inside the runner, of any thread; `end` is called once, when none is left.
+
+    The device must not be taken away under a call, and who closes must not wait for one that may
+    never come back.
+    """
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self._end: Callable[[], None] | None = end
+        self._calls = 0
+        self._ending = False
+        self._lock = threading.RLock()  # a signal's handler may close in here
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._ending:
+                raise EngineClosed(
+                    "a step was launched or landed after close(); start a new engine"
+                )
+            self._calls += 1
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with self._lock:
+            self._calls -= 1
+            self._settle()
+
+    def finish(self) -> None:
+        """Ends now, or when the last call is through."""
+        with self._lock:
+            self._ending = True
+            self._settle()
+
+    def _settle(self) -> None:
+        if self._ending and not self._calls and self._end is not None:
+            end, self._end = self._end, None
+            end()
+
+
 class InlineExecutor:
     """Launches in the caller's thread.  What the runner raises there is raised when the step lands:
-    steps launched before it still count."""
+    steps launched before it still count.  `close` is for any thread; it waits for no call."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self._failed: tuple[int, StepFailed] | None = None  # the first step that failed, and why
-        self._closed = False
+        self.at_work = _AtWork(self._close_runner)
 
     def launch(self, plan: Plan) -> InlineFlight:
         """Returns when the runner's `launch` does; EngineClosed after `close`."""
-        if self._closed:
-            raise EngineClosed("a plan was launched after close(); start a new engine")
         flight = None
-        if not self.failure_at(plan.step):
-            try:
-                flight = self._runner.launch(plan)
-            except ANSWERED as error:
-                self.fail(plan.step, error)
+        with self.at_work:
+            if not self.failure_at(plan.step):
+                try:
+                    flight = self._runner.launch(plan)
+                except ANSWERED as error:
+                    self.fail(plan.step, error)
         return InlineFlight(self, plan.step, flight)
 
     def failure_at(self, step: int) -> StepFailed | None:
@@ -77,7 +127,11 @@ class InlineExecutor:
             self._failed = (step, step_failed(step, error))
 
     def close(self) -> None:
-        """Closes the runner.  Idempotent."""
-        if not self._closed:
-            self._closed = True
+        """Closes the runner, when no call is inside it.  Idempotent, and raises nothing."""
+        self.at_work.finish()
+
+    def _close_runner(self) -> None:
+        try:
             self._runner.close()
+        except ANSWERED:  # a device that has failed may fail again; who closes is done with it
+            _LOG.warning("the runner could not be closed; what it held may be lost", exc_info=True)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 import pickle
+import threading
 from collections import deque
 from weakref import WeakMethod
 
 from stepahead.errors import EngineClosed, EngineError, RunnerDied
 from stepahead.executor.channel import Kind, open_channel
-from stepahead.executor.child import Child
+from stepahead.executor.child import END_S, Child
 from stepahead.executor.failures import decode_build_failure, decode_step_failure
 from stepahead.plan import (
     Control,
@@ -27,6 +28,9 @@ from stepahead.runner.spec import RunnerSpec
 # What a channel raises: the worker is gone, or another thread has closed the channel.
 _GONE = (EOFError, OSError, ValueError)
 _GRACE_S = 1.0  # a worker that is not in a forward needs half of it, most for unloading torch
+# The most that `close` takes, whatever the worker is at: a forward without an end, a copy that
+# never lands, a device that is gone.  No flight is waited for.
+CLOSE_S = _GRACE_S + END_S
 
 
 class ProcessFlight:
@@ -66,6 +70,7 @@ class ProcessExecutor:
         self._channel, fds = open_channel()
         self._flights: deque[ProcessFlight] = deque()
         self._closed = False
+        self._closing = threading.Lock()  # taken by the first to close, for good
         self._owner = os.getpid()
         try:
             self._child = Child(fds, WeakMethod(self._channel.hang_up))
@@ -104,8 +109,11 @@ class ProcessExecutor:
         return flight.result
 
     def close(self) -> None:
-        """Asks the worker to leave, ends it if it won't, and leaves nothing of it.  Idempotent."""
-        if self._closed:
+        """Asks the worker to leave, ends it if it won't, and leaves nothing of it, in CLOSE_S.
+
+        Idempotent: whoever comes second, from a signal's handler maybe, returns at once.
+        """
+        if not self._closing.acquire(blocking=False):
             return
         self._closed = True
         if os.getpid() != self._owner:
