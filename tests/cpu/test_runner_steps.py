@@ -126,6 +126,19 @@ def test_a_dead_slots_new_owner_lives() -> None:
     assert sum(model.cells.values()) == sum(2 + len(one.tokens) for one in run.told.values())
 
 
+def test_a_new_owner_dies_of_its_own_ends_only() -> None:
+    ending = SamplingParams(seed=0, max_tokens=4, ignore_eos=True, stop_token_ids=[*range(2, 17)])
+    living = SamplingParams(seed=1, max_tokens=20, ignore_eos=True)
+    asked = (Ask(0, (3, 4), ending), *(Ask(12, (5 + i, 6), living) for i in range(2)))
+    work = Workload(0, OPTIONS | {"max_rows": 1}, asked)
+    model = Writes(17, 64)
+    run = play_on(model, work, Variant("overlap"))
+    ends = [one.finish.reason for one in run.told.values() if one.finish is not None]
+    assert ends == ["stop", "length", "length"]
+    assert run.counts["slot_reuses"] > 0
+    assert sum(model.cells.values()) == sum(1 + len(one.tokens) for one in run.told.values())
+
+
 def test_who_has_ended() -> None:
     eos_dev = torch.tensor([False, True, False, False])
     tokens, positions = torch.tensor([1, 1, 3, 3, 2]), torch.tensor([5, 5, 5, 6, 9])

@@ -41,9 +41,9 @@ _VERBS = {
     """,
     "stepahead.cli.chat:chat": """Talk to a model.
 
-    Answers are told as they come. Ctrl-C stops an answer, not the program; /reset forgets the
-    conversation, /exit or Ctrl-D leaves. With a pipe on stdin each line is a question, and each
-    answer is a line.
+    Answers are told as they come. At a terminal Ctrl-C stops an answer, not the program; /reset
+    forgets the conversation, /exit or Ctrl-D leaves. With a pipe on stdin each line is a question,
+    and each answer is a line.
     """,
     "stepahead.cli.bench:app": """Measure a model with each loop, or a part of the engine.
 
