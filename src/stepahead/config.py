@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,20 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "fence": ("fine", "coarse"),
     "dtype": ("float32", "bfloat16"),
 }
+
+
+def queue_depth(stages: int, ahead: bool) -> int:
+    """How many steps the batch queue holds if nothing is said.
+
+    A model in one piece is kept busy by 2.  One cut into `stages` needs a step for each, and one
+    more where the runner can take it in before the first stage is free (`ahead`).  There are no
+    such stages yet, so everybody asks for one.
+    """
+    return 2 if stages == 1 else stages + ahead
+
+
 # what a loop runs ahead if nothing is said; only the queue's depth can be chosen
-DEPTHS = {"serial": 1, "overlap": 2, "batch-queue": 2}
+DEPTHS = {"serial": 1, "overlap": 2, "batch-queue": queue_depth(stages=1, ahead=True)}
 MAX_DEPTH = 8
 # where the next step's input token comes from
 RELAYS = {"serial": "host", "overlap": "slot", "batch-queue": "row"}
@@ -227,13 +240,14 @@ def resolve(
 ) -> Resolved:
     """Fills in what was left open.  ConfigError or NotEnoughMemory when it can't be had.
 
-    `bytes_available`: memory free for weights and pool; None asks the machine.
+    `bytes_available`: memory of the device free for weights and pool; None asks the machine.
     """
     _check(config)
     reasons: list[str] = []
-    available = memory_available() if bytes_available is None else bytes_available
+    available = _device_memory(config.device) if bytes_available is None else bytes_available
     length = _settle_length(config, facts, reasons)
     pages = _settle_pages(config, facts, length, available, reasons)
+    _advise_page_size(config, reasons)
     settled = dataclasses.replace(
         config,
         max_model_len=length,
@@ -278,6 +292,13 @@ def _settle_length(config: EngineConfig, facts: ModelFacts, reasons: list[str]) 
     return config.max_model_len
 
 
+# how much of the memory that weights and tables leave goes to the pool unless its size is given
+_POOL_SHARES = {
+    "cpu": (0.25, "a quarter of free memory"),  # the machine is not ours alone
+    "cuda": (0.85, "85 % of the GPU's free memory; a step needs some of the rest"),
+}
+
+
 def _settle_pages(
     config: EngineConfig, facts: ModelFacts, length: int, available: int, reasons: list[str]
 ) -> int:
@@ -291,9 +312,11 @@ def _settle_pages(
         pages = int(config.kv_memory_gb * 2**30 // page_bytes) - 1
         reasons.append(f"num_pages={pages}: kv_memory_gb={config.kv_memory_gb}")
     else:
-        pages = min(most_useful, spare // 4 // page_bytes - 1)
-        cause = "every row at full length" if pages == most_useful else "a quarter of free memory"
-        reasons.append(f"num_pages={pages}: {cause}")
+        share, cause = _POOL_SHARES.get(config.device, _POOL_SHARES["cpu"])
+        pages = min(most_useful, int(spare * share) // page_bytes - 1)
+        reasons.append(
+            f"num_pages={pages}: {'every row at full length' if pages == most_useful else cause}"
+        )
     if pages < 1:
         raise NotEnoughMemory(f"the KV pool would hold {max(0, pages)} pages; give it more memory")
     if (pages + 1) * page_bytes > spare:
@@ -306,9 +329,72 @@ def _settle_pages(
     return pages
 
 
+def _advise_page_size(config: EngineConfig, reasons: list[str]) -> None:
+    if config.device == "cuda" and config.dtype != "float32" and config.page_size % 256:
+        reasons.append(
+            f"page_size={config.page_size}: as given; with 256 torch's own paged attention can "
+            "read the pages where they lie"
+        )
+
+
 def _table_bytes(config: EngineConfig, length: int) -> int:
     """Page tables: an int32 on the host and an int64 on the device for each page of each slot."""
     return config.num_slots * -(-length // config.page_size) * 12
+
+
+def _device_memory(device: str) -> int:
+    return gpu_memory_available() if device == "cuda" else memory_available()
+
+
+def gpu_memory_available() -> int:
+    """Bytes free on the GPU that `device=cuda` will use: the first of CUDA_VISIBLE_DEVICES, or of
+    the machine.  ConfigError where there is none.
+
+    Asked of nvidia-smi, because torch would make a context on the GPU in this process.  CUDA and
+    nvidia-smi may number unlike GPUs differently unless CUDA_DEVICE_ORDER=PCI_BUS_ID is set.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and not visible.strip():
+        raise ConfigError(
+            "device=cuda, but CUDA_VISIBLE_DEVICES is empty and hides every GPU; name one there, "
+            "or use device=cpu"
+        )
+    which = ["--id=" + visible.split(",")[0].strip()] if visible else []
+    words = _ask_nvidia_smi([*which, "--query-gpu=memory.free", "--format=csv,noheader,nounits"])
+    first = words.splitlines()[0].strip() if words.strip() else ""
+    if first.startswith("["):  # [N/A]: a GPU that shares the machine's memory
+        return memory_available()
+    if not first.isdigit():
+        raise ConfigError(
+            f"device=cuda, but nvidia-smi tells of no GPU ({first[:80]!r} as free memory); check "
+            "that `nvidia-smi` lists one, or use device=cpu"
+        )
+    return int(first) << 20
+
+
+def _ask_nvidia_smi(arguments: list[str]) -> str:
+    """What it prints; ConfigError where it is missing, fails or hangs."""
+    try:
+        answer = subprocess.run(
+            ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=30, check=False
+        )
+    except FileNotFoundError:
+        raise ConfigError(
+            "device=cuda, but there is no nvidia-smi on PATH to ask for the GPU's memory; install "
+            "NVIDIA's driver, or use device=cpu"
+        ) from None
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(
+            f"device=cuda, but nvidia-smi can't be asked for the GPU's memory ({error}); run it by "
+            "hand, or use device=cpu"
+        ) from error
+    if answer.returncode != 0:
+        said = (answer.stderr.strip() or answer.stdout.strip() or "nothing").splitlines()[0]
+        raise ConfigError(
+            f"device=cuda, but nvidia-smi finds no GPU to use; it said: {said[:200]}; check "
+            "CUDA_VISIBLE_DEVICES and the driver, or use device=cpu"
+        )
+    return answer.stdout
 
 
 def memory_available() -> int:

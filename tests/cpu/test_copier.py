@@ -129,7 +129,7 @@ def test_what_begins_the_thread_may_fail_too() -> None:
 
 def test_closing_drops_what_waits_and_lets_everybody_go() -> None:
     thread, ran, go = CopyThread(), [], threading.Event()
-    thread.do(lambda: waited(go))
+    stuck_in(thread, go)
     marks = []
     for number in range(200):
         thread.do(lambda number=number: ran.append(number))
@@ -144,10 +144,10 @@ def test_closing_drops_what_waits_and_lets_everybody_go() -> None:
 
 def test_closing_does_not_wait_for_a_copy_that_never_ends() -> None:
     thread, forever = CopyThread(), threading.Event()
-    thread.do(lambda: waited(forever))
+    stuck_in(thread, forever)
     marks = [thread.mark() for _ in range(100)]
     heard: list[BaseException] = []
-    consumer = threading.Thread(target=lambda: heard.append(raised(marks[50])))
+    consumer = threading.Thread(target=lambda: heard.append(raised(marks[50])), daemon=True)
     consumer.start()
     begin = time.perf_counter()
     thread.close(timeout_s=0.05)
@@ -157,6 +157,13 @@ def test_closing_does_not_wait_for_a_copy_that_never_ends() -> None:
     assert_let_go([*marks, thread.mark()])
     thread.close(timeout_s=0.05)
     forever.set()
+
+
+def stuck_in(thread: CopyThread, event: threading.Event) -> None:
+    """A job that has begun and ends with the event."""
+    begun = threading.Event()
+    thread.do(lambda: (begun.set(), waited(event))[1])
+    assert begun.wait(30)
 
 
 def assert_let_go(marks: list[Mark]) -> None:

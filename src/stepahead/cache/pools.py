@@ -25,7 +25,7 @@ class KVPool:
         num_kv_heads: int,
         head_dim: int,
         dtype: torch.dtype,
-        device: str = "cpu",
+        device: torch.device | str = "cpu",
     ) -> None:
         shape = (num_pages, page_size, num_kv_heads, head_dim)
         self.page_size = page_size

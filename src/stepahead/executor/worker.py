@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import pickle
+import sys
 import threading
 import traceback
 from functools import partial
@@ -26,10 +27,16 @@ from stepahead.plan import NO_INTS, Plan, Result, decode_control, decode_plan, e
 if TYPE_CHECKING:
     from stepahead.runner.runner import Runner
 
+# How long the output thread asks for the interpreter's lock before the main thread must let it go,
+# s. Python's 5 ms would keep a landed result back while a submit computes; and where that lets the
+# lock go more often, only to take it again, each time is a new wait, up to the end of the submit.
+_SWITCH_S = 2e-6
+
 
 def main(read_fd: int, write_fd: int) -> None:
     """The whole life of a worker whose end of the channel is these two."""
     faulthandler.enable()
+    sys.setswitchinterval(_SWITCH_S)
     die_with_parent()
     for fd in (read_fd, write_fd):
         os.set_inheritable(fd, False)  # else a process started here would keep the channel open

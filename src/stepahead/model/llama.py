@@ -10,10 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stepahead.cache.pools import KVPool
-from stepahead.model.attention.paged import HeadShape, StepAttention, lay_out
+from stepahead.model.attention import paged, varlen
+from stepahead.model.attention.paged import HeadShape
 from stepahead.model.batch import StepInputs
 from stepahead.model.layers import Linear, RMSNorm, Rope, empty_parameter, rotate
 from stepahead.model.spec import ModelSpec
+
+StepAttention = paged.StepAttention | varlen.KernelAttention | varlen.GatherAttention
 
 
 class Embedding(nn.Module):
@@ -99,6 +102,8 @@ class Llama(nn.Module):
     Made without memory: `weights.load_model` or `weights.random_model` give it parameters.
     """
 
+    fine_fence = True  # page tables are read in the call and not after it
+
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.spec = spec
@@ -112,11 +117,11 @@ class Llama(nn.Module):
 
     def forward(self, inputs: StepInputs, kv: KVPool) -> Tensor:
         """Run a step: write its keys and values, return hidden states [T, hidden], normed."""
-        spec = self.spec
         x = self.embed(inputs.token_ids_dev)
         cos, sin = self.rope(inputs.positions_dev, x.dtype)
-        heads = HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, x.dtype, kv.page_size)
-        step = lay_out(inputs, heads)
+        # on the CPU lengths cost nothing to look at, and looking saves memory traffic
+        lay_out = paged.lay_out if x.device.type == "cpu" else varlen.lay_out
+        step = lay_out(inputs, self._heads(kv.page_size))
         for layer in self.layers:
             x = layer(x, cos, sin, inputs.cells_dev, step, kv)
         return self.norm(x)
@@ -131,5 +136,15 @@ class Llama(nn.Module):
         return KVPool(
             *(spec.num_layers, num_pages, page_size, spec.num_kv_heads, spec.head_dim),
             dtype=weight.dtype,
-            device=str(weight.device),
+            device=weight.device,
         )
+
+    def can_capture(self, page_size: int, max_pages: int) -> bool:
+        """Whether a decode step can be captured, with page tables of `max_pages` columns, and costs
+        no more for it."""
+        return varlen.can_capture(self._heads(page_size), self.embed.weight.device, max_pages)
+
+    def _heads(self, page_size: int) -> HeadShape:
+        spec = self.spec
+        dtype = self.embed.weight.dtype
+        return HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, dtype, page_size)

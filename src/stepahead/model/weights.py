@@ -2,8 +2,8 @@
 
 It knows files and how their tensors are named and stacked; it must not know how a model computes.
 
-A parameter gets its memory when its tensors are read, and is filled in place; nothing but the
-tensor being read exists twice.
+A parameter gets its memory when its tensors are read, on the device where it is to stay, and is
+filled in place; nothing but the tensor being read exists twice.
 """
 
 from __future__ import annotations
@@ -76,20 +76,21 @@ class WeightSource(Protocol):
         ...
 
 
-def load_model(spec: ModelSpec, dtype: DTypeName) -> Llama:
-    """The model that `spec` was read from, ready for inference on the CPU.
+def load_model(spec: ModelSpec, dtype: DTypeName, device: str = "cpu") -> Llama:
+    """The model that `spec` was read from, ready for inference on `device`.
 
     Raises WeightError for a missing, misshapen or unexpected tensor or a file that is cut off, and
     UnsupportedModel for values stored in a way that can't be read.
     """
     model = _without_memory(spec)
     with _open(spec) as source:
-        _fill(model, source, DTYPES[dtype])
-    return _ready(model)
+        _fill(model, source, DTYPES[dtype], device)
+    return _ready(model, device)
 
 
-def random_model(spec: ModelSpec, seed: int, dtype: DTypeName) -> Llama:
-    """A model with random weights: normal with variance 1 / columns, norms 1."""
+def random_model(spec: ModelSpec, seed: int, dtype: DTypeName, device: str = "cpu") -> Llama:
+    """A model with random weights: normal with variance 1 / columns, norms 1; the same on every
+    device, because they are drawn on the CPU."""
     model = _without_memory(spec)
     generator = torch.Generator().manual_seed(seed)
     for module, name, parameter in _parameters(model):
@@ -98,8 +99,8 @@ def random_model(spec: ModelSpec, seed: int, dtype: DTypeName) -> Llama:
             value.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
         elif name == "bias":
             value.normal_(0.0, 0.1, generator=generator)
-        _assign(module, name, value.to(DTYPES[dtype]))
-    return _ready(model)
+        _assign(module, name, value.to(device, DTYPES[dtype]))
+    return _ready(model, device)
 
 
 def _without_memory(spec: ModelSpec) -> Llama:
@@ -107,9 +108,10 @@ def _without_memory(spec: ModelSpec) -> Llama:
     return getattr(importlib.import_module(module), name)(spec)
 
 
-def _ready(model: Llama) -> Llama:
+def _ready(model: Llama, device: str) -> Llama:
     if model.spec.tied_head:
         model.head.weight = model.embed.weight
+    model.rope.to(device)  # the only tensors that are neither read nor drawn
     pack_linears(model)
     return model.eval()
 
@@ -126,13 +128,13 @@ def _assign(module: nn.Module, name: str, value: Tensor) -> None:
     setattr(module, name, nn.Parameter(value, requires_grad=False))
 
 
-def _fill(model: Llama, source: WeightSource, dtype: torch.dtype) -> None:
+def _fill(model: Llama, source: WeightSource, dtype: torch.dtype, device: str) -> None:
     paths = {module: path for path, module in model.named_modules()}
     unread = source.names()
     for module, name, parameter in _parameters(model):
         parts = [f"{part}.{name}" for part in _hugging_face_names(paths[module])]
         rows = module.parts if isinstance(module, Linear) else (parameter.shape[0],)
-        value = torch.empty(parameter.shape, dtype=dtype)
+        value = torch.empty(parameter.shape, dtype=dtype, device=device)
         for part, target in zip(parts, value.split(rows), strict=True):
             source.copy_into(part, target)
         unread -= set(parts)

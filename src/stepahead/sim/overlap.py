@@ -20,6 +20,7 @@ from stepahead.assemble import ModelParts, assemble
 from stepahead.config import EngineConfig, ModelFacts
 from stepahead.engine import Engine
 from stepahead.plan import Plan, Result
+from stepahead.scheduler.scheduler import Scheduler
 from stepahead.text.texts import ToyTexts
 from stepahead.types import Outputs, SamplingParams
 
@@ -36,31 +37,40 @@ class Run:
     busy_ms: float
 
 
-def sleeping_engine(loop: str, forward_ms: float, host_ms: float, rows: int = ROWS) -> Engine:
+def sleeping_engine(
+    loop: str, forward_ms: float, host_ms: float, rows: int = ROWS, depth: int | None = None
+) -> Engine:
     """An engine whose device sleeps and whose retirement works `host_ms` more."""
     config = EngineConfig(
-        "sleep", loop=loop, max_rows=rows, max_step_tokens=4096, num_pages=rows * 64, threads=1
+        "sleep",
+        loop=loop,
+        depth=depth,
+        max_rows=rows,
+        max_step_tokens=4096,
+        num_pages=rows * 64,
+        threads=1,
     )
     facts = ModelFacts(vocab_size=128, max_len=1024, eos_ids=(), kv_bytes_per_token=1)
     options = {"forward_ms": forward_ms}
     parts = ModelParts(facts, ToyTexts(128), "stepahead.sim.sleep:SleepModel", options)
     engine = assemble(config, parts).engine
-    _slow_down(engine, host_ms)
+    slow_down(engine, host_ms)
     return engine
 
 
-def _slow_down(engine: Engine, host_ms: float) -> None:
-    retire = engine.scheduler.retire
+def slow_down(engine: Engine, host_ms: float) -> None:
+    """From now on a retirement takes `host_ms`, whatever it took before."""
+    scheduler = engine.scheduler
 
     def slow(plan: Plan, result: Result) -> Outputs:
         until = time.perf_counter() + host_ms / 1e3
-        outputs = retire(plan, result)
+        outputs = Scheduler.retire(scheduler, plan, result)
         while time.perf_counter() < until:
             pass
         return outputs
 
     # reaches in, so that no engine carries a hook that only a benchmark needs
-    engine.scheduler.retire = slow  # type: ignore[method-assign]
+    scheduler.retire = slow  # type: ignore[method-assign]
 
 
 def start(engine: Engine, steps: int) -> None:

@@ -1,6 +1,7 @@
 """Attention of a step's rows over pages, in plain torch operations, laid out for CPUs.
 
 It knows pages and lengths of one step; it must not know requests, weights or who owns a page.
+`varlen.py` is its counterpart for devices with their own memory.
 
 What depends on the step alone (masks, which cells a row reads, which rows go together) is made
 once a step by `lay_out` and used by every layer.
@@ -74,6 +75,26 @@ class ChunkReads:
     row: ChunkRow
     mask_dev: Tensor | None
 
+    @property
+    def place(self) -> slice:
+        """Its tokens among the step's."""
+        return slice(self.row.first, self.row.first + self.row.count)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor) -> Tensor:
+        """[count, heads, head_dim] for the chunk's own q, k and v, and one layer's pages."""
+        if self.mask_dev is not None:
+            k = k_pages.index_select(0, self.row.pages_dev).flatten(0, 1)[: self.row.context_len]
+            v = v_pages.index_select(0, self.row.pages_dev).flatten(0, 1)[: self.row.context_len]
+        out = F.scaled_dot_product_attention(
+            q.transpose(0, 1).unsqueeze(0),
+            k.transpose(0, 1).unsqueeze(0),
+            v.transpose(0, 1).unsqueeze(0),
+            attn_mask=self.mask_dev,
+            is_causal=self.mask_dev is None,
+            enable_gqa=True,
+        )
+        return out[0].transpose(0, 1)
+
 
 @dataclass(frozen=True)
 class StepAttention:
@@ -104,8 +125,8 @@ class StepAttention:
                 read = self._decode(group, rows, k_pages, v_pages)
                 out.index_copy_(0, group.rows_dev, read.view(rows.shape))
         for chunk in self.chunks:
-            here = slice(chunk.row.first, chunk.row.first + chunk.row.count)
-            out[here] = self._chunk(chunk, q[here], k[here], v[here], k_pages, v_pages)
+            here = chunk.place
+            out[here] = chunk.attend(q[here], k[here], v[here], k_pages, v_pages)
         return out.flatten(1)
 
     def _decode(self, group: DecodeGroup, q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Tensor:
@@ -124,38 +145,32 @@ class StepAttention:
             per_sample_weights=weights.view(-1),
         )
 
-    def _chunk(
-        self, chunk: ChunkReads, q: Tensor, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor
-    ) -> Tensor:
-        if chunk.mask_dev is not None:
-            k = k_pages.index_select(0, chunk.row.pages_dev).flatten(0, 1)[: chunk.row.context_len]
-            v = v_pages.index_select(0, chunk.row.pages_dev).flatten(0, 1)[: chunk.row.context_len]
-        out = F.scaled_dot_product_attention(
-            q.transpose(0, 1).unsqueeze(0),
-            k.transpose(0, 1).unsqueeze(0),
-            v.transpose(0, 1).unsqueeze(0),
-            attn_mask=chunk.mask_dev,
-            is_causal=chunk.mask_dev is None,
-            enable_gqa=True,
-        )
-        return out[0].transpose(0, 1)
-
 
 def lay_out(inputs: StepInputs, shape: HeadShape) -> StepAttention:
-    """Prepare a step's attention. Reads the decode rows' lengths on the host (CPU tensors)."""
+    """Prepare a step's attention. Rows are grouped by what the host says of their lengths."""
     device = inputs.token_ids_dev.device
     per_kv_head = shape.num_heads // shape.num_kv_heads
-    own_head = torch.eye(shape.num_kv_heads, dtype=shape.dtype, device=device)
-    own_head = own_head.mul_(shape.head_dim**-0.5).repeat_interleave(per_kv_head, 0).unsqueeze(-1)
+    own_head = own_heads(shape, device)
     kv_head_dev = torch.arange(shape.num_heads, device=device).view(1, -1, 1) // per_kv_head
     # An empty row has no softmax; its NaN would be written to its page and spread from there.
     lens_dev = inputs.decode_lens_dev.clamp(min=1)
     groups = tuple(
         _decode_group(inputs.decode_pages_dev, lens_dev, shape, kv_head_dev, rows, longest)
-        for rows, longest in group_rows(lens_dev.tolist(), shape)
+        for rows, longest in group_rows(inputs.decode_bounds.clip(1).tolist(), shape)
     )
-    chunks = tuple(ChunkReads(row, _chunk_mask(row, shape.dtype)) for row in inputs.chunks)
-    return StepAttention(shape, inputs.n_decode, own_head, groups, chunks)
+    return StepAttention(shape, inputs.n_decode, own_head, groups, lay_out_chunks(inputs, shape))
+
+
+def own_heads(shape: HeadShape, device: torch.device) -> Tensor:
+    """[heads, kv_heads, 1]: the softmax scale where a KV head serves a query head, else 0."""
+    per_kv_head = shape.num_heads // shape.num_kv_heads
+    own_head = torch.eye(shape.num_kv_heads, dtype=shape.dtype, device=device)
+    return own_head.mul_(shape.head_dim**-0.5).repeat_interleave(per_kv_head, 0).unsqueeze(-1)
+
+
+def lay_out_chunks(inputs: StepInputs, shape: HeadShape) -> tuple[ChunkReads, ...]:
+    """The step's chunks, with their masks."""
+    return tuple(ChunkReads(row, _chunk_mask(row, shape.dtype)) for row in inputs.chunks)
 
 
 def group_rows(lens: list[int], shape: HeadShape) -> list[tuple[list[int] | None, int]]:
