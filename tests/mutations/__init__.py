@@ -6,13 +6,14 @@ table.
 
 from __future__ import annotations
 
-from mutations import cache, device, ends, runner, sampling, scheduler
+from mutations import cache, device, ends, model, runner, sampling, scheduler
 
 MUTATIONS = [
     *runner.MUTATIONS,
     *sampling.MUTATIONS,
     *scheduler.MUTATIONS,
     *cache.MUTATIONS,
+    *model.MUTATIONS,
     *device.MUTATIONS,
     *ends.MUTATIONS,
 ]

@@ -312,4 +312,29 @@ MUTATIONS = [
         "        if len(plan.rows):\n            self._rows = plan.rows.astype(np.int64)\n",
         "tests/cpu/test_steady.py::test_a_steady_step_waits_once_and_copies_once",
     ),
+    Mutation(
+        "a graph's spare rows keep their slots",
+        "a row that has left writes into its pages' next owner",
+        "runner/graphs.py",
+        "            self._rows_dev[rows:size].zero_()\n",
+        "",
+        "tests/cpu/test_graphs.py::test_rows_that_left_do_not_go_on",
+    ),
+    Mutation(
+        "a graph has its rows' positions from its capture",
+        "keys written over those of the first step",
+        "runner/graphs.py",
+        "                slots.length_dev[rows],\n",
+        "                slots.length_dev[rows].clone() if self._inputs is None else "
+        "self._inputs.positions_dev,\n",
+        "tests/cpu/test_graphs.py::test_a_graph_gives_what_the_model_gives",
+    ),
+    Mutation(
+        "captured though lengths are wanted on the host",
+        "a graph with the lengths of its capture",
+        "runner/graphs.py",
+        '    if getattr(model, "host_lengths", False):\n',
+        "    if False:\n",
+        "tests/cpu/test_graphs.py::test_what_has_no_graph",
+    ),
 ]

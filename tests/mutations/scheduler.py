@@ -433,4 +433,28 @@ MUTATIONS = [
         "news = self._settler.rows(self._sent_rows, result.tokens[:split])",
         "tests/pure/test_parity_paper.py::test_every_client_hears_the_same_at_any_depth",
     ),
+    Mutation(
+        "the queue is not filled before the host looks",
+        "a queue of depth D that runs serially",
+        "loop/batch_queue.py",
+        "    while core.flights < core.depth and core.launch():\n        pass\n",
+        "    core.launch()\n",
+        "tests/pure/test_virtual.py::test_serial_adds_and_overlap_hides",
+    ),
+    Mutation(
+        "waiting is booked as launching",
+        "idle time blamed on the wrong cause",
+        "loop/base.py",
+        "        books.enter(Stage.WAIT)\n",
+        "",
+        "tests/pure/test_virtual.py::test_the_device_idles_for_named_causes_and_no_longer",
+    ),
+    Mutation(
+        "the pool is sized by the machine's memory",
+        "a GPU that runs out of memory",
+        "config.py",
+        '    return gpu_memory_available() if device == "cuda" else memory_available()\n',
+        "    return memory_available()\n",
+        "tests/pure/test_config_gpu.py::test_the_pool_is_most_of_what_weights_leave",
+    ),
 ]
