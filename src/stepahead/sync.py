@@ -20,7 +20,7 @@ class SyncReason(Enum):
     BLOCKING_COPY = "blocking-copy"  # the device's copies to the host block whoever asks
     STAGING = "staging"  # staging memory was still being read when it was needed again
     DRAIN = "drain"  # nothing could be planned before a flight landed
-    PIPELINE = "pipeline"  # rows whose token is still on its way through the stages
+    PIPELINE = "pipeline"  # a token still on its way through the stages; there are none yet
 
 
 class Sync(msgspec.Struct, frozen=True, array_like=True):

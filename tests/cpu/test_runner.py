@@ -22,7 +22,7 @@ from stepahead.types import SamplingParams
 if TYPE_CHECKING:
     from torch import Tensor
 
-SPEC = RunnerSpec("", num_slots=4, num_pages=12, page_size=2, max_pages=6, check=True)
+SPEC = RunnerSpec("", num_slots=5, num_pages=12, page_size=2, max_pages=6, check=True)
 GREEDY = SamplingParams(temperature=0.0)
 DRAWN = SamplingParams(temperature=0.9, top_p=0.9, presence_penalty=0.5, logit_bias={3: 1.0})
 
@@ -107,23 +107,27 @@ def plan(step: int, rows: list[int], *, same: bool = False, **fields: Any) -> Pl
 
 
 def steps() -> list[Plan]:
-    """Two rows; a third joins while they stay; then all three stay for two steps."""
+    """Two rows; a third joins while they stay, a fourth as the rows change; then they stay."""
     first = (join(1, [5, 6], [1, 2, 3], DRAWN), join(2, [7], [4, 5, 6], DRAWN))
     third = (join(3, [8, 9], [7, 8], DRAWN),)
+    fourth = (join(4, [9], [9], DRAWN),)
     return [
         plan(0, [], joins=first, prefill=[(1, 2), (2, 1)]),
         plan(1, [1, 2]),
         plan(2, [1, 2], same=True),
         plan(3, [1, 2], same=True, joins=third, prefill=[(3, 2)]),
-        plan(4, [1, 2, 3]),
+        plan(4, [1, 2, 3], joins=fourth, prefill=[(4, 1)]),
+        # from here on rows and wishes lie in different blocks
         plan(5, [1, 2, 3], same=True),
+        plan(6, [1, 2, 3], same=True),
     ]
 
 
-def test_a_step_says_all_that_it_reads() -> None:
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_step_says_all_that_it_reads(depth: int) -> None:
     # rows and their wishes stay on the device for many steps, and each of them reads both
     def tokens(device: EagerDevice) -> list[list[int]]:
-        runner = Runner(Watched(), device, SPEC, 32)
+        runner = Runner(Watched(), device, replace(SPEC, depth=depth), 32)
         return [runner.launch(step).land().tokens.tolist() for step in steps()]
 
     assert tokens(Strict()) == tokens(EagerDevice())

@@ -66,7 +66,7 @@ def chunk_rows(plan: Plan, num_rows: int) -> tuple[tuple[int, int, int, int], ..
 def build_inputs(step: StagedStep, slots: SlotState, relay: Relay, page_size: int) -> StepInputs:
     """Runs on the forward stream: resolves tokens, positions and cells from the slots' state."""
     rows = step.rows_dev
-    ids, owner, positions = relay.resolve(step.route), rows, slots.length_dev[rows]
+    ids, positions = relay.resolve(step.route), slots.length_dev[rows]
     most = int(step.bounds.max(initial=0))
     inputs = decode_inputs(rows, ids, positions, step.bounds, slots, page_size, most)
     if step.chunk_tokens_dev is None:
