@@ -32,7 +32,7 @@ def ended(ends: Ends, tokens_dev: Tensor, positions_dev: Tensor) -> Tensor:
     if ends.eos_dev is None:
         out = torch.zeros(tokens_dev.shape, dtype=torch.bool, device=tokens_dev.device)
     else:
-        out = ends.eos_dev[tokens_dev]
+        out = ends.eos_dev.index_select(0, tokens_dev)
     if ends.heed_dev is not None:
         out &= ends.heed_dev > 0
     if ends.own_dev is not None:

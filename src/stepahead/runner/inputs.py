@@ -66,7 +66,7 @@ def chunk_rows(plan: Plan, num_rows: int) -> tuple[tuple[int, int, int, int], ..
 def build_inputs(step: StagedStep, slots: SlotState, relay: Relay, page_size: int) -> StepInputs:
     """Runs on the forward stream: resolves tokens, positions and cells from the slots' state."""
     rows = step.rows_dev
-    ids, positions = relay.resolve(step.route), slots.length_dev[rows]
+    ids, positions = relay.resolve(step.route), slots.length_dev.index_select(0, rows)
     most = int(step.bounds.max(initial=0))
     inputs = decode_inputs(rows, ids, positions, step.bounds, slots, page_size, most)
     if step.chunk_tokens_dev is None:
@@ -99,14 +99,14 @@ def decode_inputs(
 
     A dead row writes to the padding page, and reads one cell.
     """
-    dead = slots.dead_dev[rows]
+    dead = slots.dead_dev.index_select(0, rows)
     return StepInputs(
         token_ids_dev=ids,
         positions_dev=positions,
-        cells_dev=_cells(slots, rows, positions, page_size).masked_fill(dead, 0),
+        cells_dev=_cells(slots, rows, positions, page_size).masked_fill_(dead, 0),
         n_decode=len(rows),
-        decode_pages_dev=slots.pages_dev[rows, : -(-most // page_size)],
-        decode_lens_dev=(positions + 1).masked_fill(dead, 1),
+        decode_pages_dev=slots.pages_dev[:, : -(-most // page_size)].index_select(0, rows),
+        decode_lens_dev=(positions + 1).masked_fill_(dead, 1),
         decode_bounds=bounds,
         max_decode_len=most,
         chunks=(),
@@ -120,6 +120,7 @@ def _cells(slots: SlotState, owner: Tensor, positions: Tensor, page_size: int) -
 
 def advance(step: StagedStep, slots: SlotState) -> None:
     """Runs on the forward stream, after the model: the slots are that much longer."""
-    slots.length_dev[step.rows_dev] += 1
+    rows = step.rows_dev
+    slots.length_dev.index_add_(0, rows, torch.ones_like(rows))
     if step.chunk_ends_dev is not None:
         slots.length_dev[step.chunk_ends_dev[0]] = step.chunk_ends_dev[1]

@@ -302,7 +302,7 @@ class Runner:
         wanted = group.logprob_rows_dev
         # a copy: sampling changes logits in place
         raw = None if wanted is None else logits[wanted]
-        positions = self._slots.length_dev[slots_dev]
+        positions = self._slots.length_dev.index_select(0, slots_dev)
         tokens = sample(logits, group, positions, self._counts)
         if wanted is not None and raw is not None:
             box.logprobs = describe(raw, tokens[wanted], group.logprob_width)

@@ -44,7 +44,8 @@ class SlotState:
     def bury(self, slots_dev: Tensor, ended_dev: Tensor) -> None:
         """Rows of slots int64[r] where `ended_dev` bool[r] write nothing any more; on the forward
         stream.  The dead stay dead, whatever they go on to sample."""
-        self.dead_dev[slots_dev] |= ended_dev
+        dead = self.dead_dev.index_select(0, slots_dev)
+        self.dead_dev.index_copy_(0, slots_dev, dead.logical_or_(ended_dev))
 
     def page_changes(self, plan: Plan) -> np.ndarray | None:
         """int64[2, k]: (flat index, page) of each entry the plan brings; None if there is none."""

@@ -50,7 +50,7 @@ class SlotRelay:
         """The input tokens, int64[n]."""
         if route.tokens_dev is not None:
             return route.tokens_dev
-        tokens = self.tokens_dev[route.rows_dev]
+        tokens = self.tokens_dev.index_select(0, route.rows_dev)
         if self._check:
             self.tokens_dev[route.rows_dev] = POISON
             trap(tokens >= 0, "relay: a token was taken that no step had stashed")
@@ -58,4 +58,4 @@ class SlotRelay:
 
     def stash(self, slots_dev: Tensor, tokens_dev: Tensor) -> None:
         """Leaves each slot's new token."""
-        self.tokens_dev[slots_dev] = tokens_dev
+        self.tokens_dev.index_copy_(0, slots_dev, tokens_dev)
