@@ -1,7 +1,7 @@
 """Takes a guard out of a copy of the tree and looks whether a test fails.  Knows no guard by name.
 
-A mutation is killed when the test that it names fails, by name: an error while tests are collected,
-a crash or a time-out is no proof.
+A mutation is killed when the test that it names fails, by name, and says what it should: an error
+while tests are collected, a crash or a time-out is no proof.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class Mutation:
     old       text that stands in it exactly once
     new       what stands there instead
     test      the test that must fail, as pytest names it; with or without [its parameters]
+    says      what its output must hold beside that: for an edge, the race
     """
 
     name: str
@@ -40,6 +41,7 @@ class Mutation:
     old: str
     new: str
     test: str
+    says: str = ""
 
     @property
     def fails(self) -> str:
@@ -116,13 +118,16 @@ def judge(mutation: Mutation, root: Path = ROOT) -> Verdict:
         tree = Path(folder)
         mutated_copy(mutation, tree, root)
         _, output = run_tests(tree, (mutation.test,))
-    killed = mutation.fails in [name.split("::")[-1] for name in _FAILED.findall(output)]
-    return Verdict(mutation, killed, time.monotonic() - began, output)
+    failed = mutation.fails in [name.split("::")[-1] for name in _FAILED.findall(output)]
+    return Verdict(mutation, failed and mutation.says in output, time.monotonic() - began, output)
 
 
 def table(mutations: list[Mutation]) -> str:
     """The list as Markdown, a line each."""
-    rows = [f"| {m.prevents} | {m.name} | `{m.file}` | `{m.fails}` |" for m in mutations]
+    rows = [
+        f"| {m.prevents} | {m.name} | `{m.file}` | `{m.fails}`{f', {m.says}' if m.says else ''} |"
+        for m in mutations
+    ]
     return "\n".join(
         ["| prevents | guard taken out | in | noticed by |", "|---|---|---|---|", *rows]
     )

@@ -12,6 +12,7 @@ MUTATIONS = [
         "        device.wait(Stream.FORWARD, device.record(Stream.SCHEDULE))\n",
         "",
         "tests/cpu/test_parity_toy.py::test_every_client_hears_the_same[0]",
+        "race on 'staging 0'",
     ),
     Mutation(
         "copy does not wait forward",
@@ -20,6 +21,7 @@ MUTATIONS = [
         "        device.wait(Stream.COPY, end)\n",
         "",
         "tests/cpu/test_parity_toy.py::test_every_client_hears_the_same[0]",
+        "race on 'results 0'",
     ),
     Mutation(
         "an event that covers too little",
@@ -30,6 +32,7 @@ MUTATIONS = [
         "        device.wait(Stream.FORWARD, device.record(Stream.SCHEDULE))\n"
         "        self._write_pages(staged)\n",
         "tests/cpu/test_parity_toy.py::test_every_client_hears_the_same[0]",
+        "race on 'pages'",
     ),
     Mutation(
         "landing does not wait",
@@ -38,6 +41,7 @@ MUTATIONS = [
         "        self.event.wait()\n",
         "",
         "tests/cpu/test_parity_toy.py::test_every_client_hears_the_same[0]",
+        "race on 'results 0 on the host'",
     ),
     Mutation(
         "sampled tokens are not stashed",
@@ -174,6 +178,7 @@ MUTATIONS = [
         "        event = device.record(Stream.COPY)\n",
         "        event = end\n",
         "tests/cpu/test_parity_toy.py::test_every_client_hears_the_same[0]",
+        "race on 'results 0 on the host'",
     ),
     Mutation(
         "no fence",
@@ -182,6 +187,7 @@ MUTATIONS = [
         "        self._fence.before_write()\n",
         "",
         "tests/cpu/test_matrix.py::test_every_client_hears_the_same_on_the_hostile_device[0]",
+        "race on 'pages'",
     ),
     Mutation(
         "the fence stands on the wrong side of the write",
@@ -194,6 +200,7 @@ MUTATIONS = [
         '        self._device.enqueue(Stream.SCHEDULE, write, staged.blocks, ("pages",))\n'
         "        self._fence.before_write()\n",
         "tests/cpu/test_matrix.py::test_every_client_hears_the_same_on_the_hostile_device[0]",
+        "race on 'pages'",
     ),
     Mutation(
         "the reads are called over before the model has run",
@@ -206,6 +213,7 @@ MUTATIONS = [
         "            self._fence.reads_over(device.record(Stream.FORWARD))\n"
         "        device.enqueue(Stream.FORWARD, first.fn, first.reads, first.writes)\n",
         "tests/cpu/test_matrix.py::test_every_client_hears_the_same_on_the_hostile_device[0]",
+        "race on 'pages'",
     ),
     Mutation(
         "the fence waits for the step before last",
@@ -214,6 +222,7 @@ MUTATIONS = [
         "        if self.fine:\n            self._event = event\n",
         "        if self.fine:\n            self._event = self._event or event\n",
         "tests/cpu/test_matrix.py::test_every_client_hears_the_same_on_the_hostile_device[0]",
+        "race on 'pages'",
     ),
     Mutation(
         "a coarse fence never closes",
@@ -222,6 +231,7 @@ MUTATIONS = [
         "        if not self.fine:\n            self._event = event\n",
         "",
         "tests/cpu/test_matrix.py::test_every_client_hears_the_same_on_the_hostile_device[0]",
+        "race on 'pages'",
     ),
     Mutation(
         "a model that declares nothing gets the fine fence",
@@ -238,6 +248,7 @@ MUTATIONS = [
         "        self._fence.reads_over(run.reads_over)\n",
         "",
         "tests/cpu/test_matrix.py::test_every_client_hears_the_same_on_the_hostile_device[0]",
+        "race on 'pages'",
     ),
     Mutation(
         "what a step uses is kept for a step too few",
@@ -246,6 +257,7 @@ MUTATIONS = [
         "        if len(self._steps) == self._depth:\n",
         "        if len(self._steps) >= max(1, self._depth - 1):\n",
         "tests/cpu/test_matrix.py::test_every_client_hears_the_same_on_the_hostile_device[0]",
+        "race on 'staging 0'",
     ),
     Mutation(
         "what stays is freed with its step",
