@@ -34,8 +34,8 @@ MODES: dict[str, dict[str, Any]] = {
 @dataclass(frozen=True)
 class Variant:
     """How to run a workload: the loop, what stands for the device, a depth unless the loop's, the
-    fence, how hostile the device is, the operation of it that fails (0 for none), and whether the
-    toy's decode steps are captured (model=captured)."""
+    fence, how hostile the device is, the operation of it that fails (0 for none), whether the toy's
+    decode steps are captured (model=captured), and into how many stages it is cut."""
 
     loop: str = "serial"
     device: str = "cpu"
@@ -45,6 +45,7 @@ class Variant:
     mode: str = "plain"
     fail_at: int = 0
     model: str = "toy"
+    stages: int = 1
 
     def __str__(self) -> str:
         flags = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -79,10 +80,12 @@ def resolved(options: dict[str, Any], variant: Variant) -> Resolved:
     )
     facts = ModelFacts(options["vocab_size"], options["max_model_len"], (1,), 8)
     settled = resolve(config, facts, bytes_available=1 << 40)
-    if not variant.depth:
+    if not variant.depth and variant.stages == 1:
         return settled
-    # behind the back of `resolve`, which lets only the queue choose its depth
-    deep = dataclasses.replace(settled.config, depth=variant.depth)
+    # behind the back of `resolve`, which lets only the queue choose its depth, and gives each stage
+    # a process
+    free = dataclasses.replace(settled.config, depth=None, pipeline_stages=variant.stages)
+    deep = dataclasses.replace(free, depth=variant.depth or free.steps_ahead)
     return dataclasses.replace(settled, config=deep)
 
 
@@ -124,7 +127,9 @@ def paper(settled: Resolved, toy: Toy) -> Executor:
     from paper import PaperRunner
 
     config = settled.config
-    return PaperRunner(toy, config.num_slots, settled.pages, config.page_size)
+    return PaperRunner(
+        toy, config.num_slots, settled.pages, config.page_size, stages=config.pipeline_stages
+    )
 
 
 def runner_spec(settled: Resolved) -> RunnerSpec:

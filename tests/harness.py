@@ -216,7 +216,8 @@ class Client:
         scheduler.check_at_rest()
         counts.update(scheduler.life.counters.as_dict())
         early = sum(one.ended_early for one in self.run.told.values())
-        ahead = self.engine._core.depth - 1
+        # a row is planned again when its token has come through all stages
+        ahead = -(-(self.engine._core.depth - 1) // self.engine.resolved.config.pipeline_stages)
         assert counts["overshoot_rows"] <= early * ahead, "more rows wasted than D - 1 an end"
         self.engine.close()
 
@@ -390,6 +391,7 @@ def replay(
     parser.add_argument("--mode", default="plain", choices=MODES)
     parser.add_argument("--fail-at", type=int, default=0)
     parser.add_argument("--model", default="toy", choices=("toy", "captured"))
+    parser.add_argument("--stages", type=int, default=1)
     given = parser.parse_args()
     work = make(given.seed)
     if given.keep:
@@ -398,7 +400,7 @@ def replay(
     for ask in work.asks:
         print(ask)
     device = given.device, given.device_seed
-    how = given.fence, given.mode, given.fail_at, given.model
+    how = given.fence, given.mode, given.fail_at, given.model, given.stages
     variant = Variant(given.loop, *device, given.depth, *how)
     oracle = Variant(device="paper" if given.device == "paper" else "cpu")
     lines = differences(player(work, oracle), player(work, variant), compare)

@@ -8,6 +8,7 @@ Without torch, so the scheduler and the loops are proven where there is none, at
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -28,6 +29,7 @@ class _Owner:
     pages: list[int]
     length: int  # positions whose tokens are in the pages
     relay: int = EMPTY
+    sampled: int = 0  # the step that left it
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class PaperRunner:
         num_pages: int,
         page_size: int,
         on_plan: Callable[[Plan], None] = lambda plan: None,
+        stages: int = 1,
     ) -> None:
         self.toy = toy
         self.cells = np.full((num_pages, page_size), EMPTY, np.int64)
@@ -58,6 +61,8 @@ class PaperRunner:
         self.owners: dict[int, _Owner] = {}
         self.page_size = page_size
         self._rows: list[int] = []
+        self._last_rows: deque[list[int]] = deque([[]] * stages, stages)
+        self._stages = stages
         self._on_plan = on_plan
         self._steps = 0
 
@@ -71,14 +76,19 @@ class PaperRunner:
         assert plan.step == self._steps, "steps are not numbered in a row"
         self._steps += 1
         self._change(plan)
+        self._rows = self._last_rows[0]
         if not plan.same_rows:
             self._rows = plan.rows.tolist()
             assert self._rows == sorted(set(self._rows)), "rows are not ascending"
+        self._last_rows.append(self._rows)
         assert plan.tokens is None or len(plan.tokens) == len(self._rows)
         for i, slot in enumerate(self._rows):
             token = self._take_relay(slot)
             if plan.tokens is not None and plan.tokens[i] >= 0:
                 assert plan.tokens[i] == token, "the host brings another token than was sampled"
+            else:
+                age = plan.step - self.owners[slot].sampled
+                assert age >= self._stages, "a row's token is still on its way through the stages"
             self._write(slot, [token])
         for slot, start, count, _ in plan.chunk_table.tolist():
             owner = self.owners[slot]
@@ -136,7 +146,7 @@ class PaperRunner:
             state = state_of(np.array(self._read(owner)))
             logits = logits_of(state, self.toy.vocab_size)
             token = self._next(owner, logits)
-            owner.relay = token
+            owner.relay, owner.sampled = token, plan.step
             tokens.append(token)
             if owner.join.params.logprobs is not None:
                 rows.append((index, token, logits, owner.join.params.logprobs))

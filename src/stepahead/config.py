@@ -27,8 +27,7 @@ def queue_depth(stages: int, ahead: bool) -> int:
     """How many steps the batch queue holds if nothing is said.
 
     A model in one piece is kept busy by 2.  One cut into `stages` needs a step for each, and one
-    more where the runner can take it in before the first stage is free (`ahead`).  There are no
-    such stages yet, so everybody asks for one.
+    more where the runner can take it in before the first stage is free (`ahead`).
     """
     return 2 if stages == 1 else stages + ahead
 
@@ -36,6 +35,7 @@ def queue_depth(stages: int, ahead: bool) -> int:
 # what a loop runs ahead if nothing is said; only the queue's depth can be chosen
 DEPTHS = {"serial": 1, "overlap": 2, "batch-queue": queue_depth(stages=1, ahead=True)}
 MAX_DEPTH = 8
+MAX_STAGES = 7  # so that the queue holds a step for each, and one more
 # where the next step's input token comes from
 RELAYS = {"serial": "host", "overlap": "slot", "batch-queue": "row"}
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -51,6 +51,8 @@ class ModelFacts:
     eos_ids: tuple[int, ...]
     kv_bytes_per_token: int
     weight_bytes: int = 0
+    num_layers: int = 1
+    state_bytes: int = 0  # of one token, as a stage hands it to the next
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class EngineConfig:
     serial_prefill   a step of prompts alone waits until the one before it, of prompts alone too, is
                      retired
     executor         inline: the runner in this thread; process: in its own process
+    pipeline_stages  parts that the model's layers are cut into, each in a process of its own
     device           cpu, cuda, or hostile: a CPU that runs operations in any order the edges allow
     device_seed      the hostile device's order
     dtype            float32 or bfloat16, for weights and KV
@@ -87,6 +90,7 @@ class EngineConfig:
     fence: str = "fine"
     serial_prefill: bool = False
     executor: str = "process"
+    pipeline_stages: int = 1
     device: str = "cpu"
     device_seed: int = 0
     dtype: str = "float32"
@@ -104,12 +108,23 @@ class EngineConfig:
     @property
     def steps_ahead(self) -> int:
         """D: the most steps launched and not yet retired."""
-        return DEPTHS[self.loop] if self.depth is None else self.depth
+        if self.depth is not None:
+            return self.depth
+        stages = self.pipeline_stages
+        staged = self.loop == "batch-queue" and stages > 1
+        # a stage's plans wait in its pipe while it computes
+        return queue_depth(stages, ahead=True) if staged else DEPTHS[self.loop]
 
     @property
     def relay(self) -> str:
-        """Where the next step's input token comes from: `host`, `slot` or `row`."""
-        return RELAYS[self.loop]
+        """Where the next step's input token comes from: `host`, `slot` or `row`.
+
+        With stages a row is planned again when its token has come through all of them: no more than
+        that many steps in the air, and the host has it by then.
+        """
+        if self.pipeline_stages == 1:
+            return RELAYS[self.loop]
+        return "row" if self.steps_ahead > self.pipeline_stages else "host"
 
     @property
     def num_slots(self) -> int:
@@ -123,6 +138,7 @@ ALIASES = {
     "max_running_requests": "max_rows",
     "max_num_batched_tokens": "max_step_tokens",
     "chunked_prefill_size": "max_step_tokens",
+    "pipeline_parallel_size": "pipeline_stages",
     "block_size": "page_size",
     "context_length": "max_model_len",
     "enable_prefix_caching": "prefix_cache",
@@ -157,9 +173,10 @@ _AT_LEAST_ONE = (
     "page_size",
     "num_pages",
     "threads",
+    "pipeline_stages",
 )
 _FAR_TOO_MANY = 1 << 40
-_REQUIRED = ("max_rows", "max_step_tokens", "page_size")
+_REQUIRED = ("max_rows", "max_step_tokens", "page_size", "pipeline_stages")
 
 
 def _check(config: EngineConfig) -> None:
@@ -198,6 +215,24 @@ def _check_rest(config: EngineConfig) -> None:
             raise ConfigError(f"{name}={getattr(config, name)!r}; give true or false")
     if config.device == "hostile" and config.executor != "inline":
         raise ConfigError("device=hostile runs in this process only; use executor=inline")
+    _check_stages(config)
+
+
+def _check_stages(config: EngineConfig) -> None:
+    stages = config.pipeline_stages
+    if stages == 1:
+        return
+    if stages > MAX_STAGES:
+        raise ConfigError(f"pipeline_stages={stages}; at most {MAX_STAGES} are supported")
+    if config.executor != "process":
+        raise ConfigError(
+            f"pipeline_stages={stages}: each stage is a process of its own; use executor=process"
+        )
+    if config.device != "cpu":
+        raise ConfigError(
+            f"pipeline_stages={stages} with device={config.device}: stages run on device=cpu only "
+            "for now"
+        )
 
 
 def _check_depth(config: EngineConfig) -> None:
@@ -245,18 +280,35 @@ def resolve(
     _check(config)
     reasons: list[str] = []
     available = _device_memory(config.device) if bytes_available is None else bytes_available
+    _check_cut(config, facts)
     length = _settle_length(config, facts, reasons)
     pages = _settle_pages(config, facts, length, available, reasons)
     _advise_page_size(config, reasons)
     settled = dataclasses.replace(
         config,
         max_model_len=length,
-        depth=config.steps_ahead,
+        depth=_settle_depth(config, reasons),
         num_pages=pages,
         max_step_tokens=_settle_budget(config, reasons),
         threads=_settle_threads(config, reasons),
     )
     return Resolved(settled, facts, tuple(reasons))
+
+
+def _check_cut(config: EngineConfig, facts: ModelFacts) -> None:
+    stages, layers = config.pipeline_stages, facts.num_layers
+    if stages > layers:
+        raise ConfigError(
+            f"pipeline_stages={stages}, but the model has {layers} layer{'s' * (layers > 1)} and "
+            "each stage needs one; give fewer stages"
+        )
+
+
+def _settle_depth(config: EngineConfig, reasons: list[str]) -> int:
+    depth, stages = config.steps_ahead, config.pipeline_stages
+    if stages > 1 and config.depth is None and config.loop == "batch-queue":
+        reasons.append(f"depth={depth}: a step for each stage, and one that waits for the first")
+    return depth
 
 
 def _settle_budget(config: EngineConfig, reasons: list[str]) -> int:
@@ -267,7 +319,11 @@ def _settle_budget(config: EngineConfig, reasons: list[str]) -> int:
 
 
 def _settle_threads(config: EngineConfig, reasons: list[str]) -> int:
-    cores = _cores()
+    cores, stages = _cores(), config.pipeline_stages
+    if config.threads is None and stages > 1:
+        share = max(1, cores // stages)
+        reasons.append(f"threads={share}: the {cores} cores, shared by {stages} stages")
+        return share
     if config.threads is None:
         reasons.append(f"threads={cores}: one for each core")
         return cores
@@ -338,8 +394,9 @@ def _advise_page_size(config: EngineConfig, reasons: list[str]) -> None:
 
 
 def _table_bytes(config: EngineConfig, length: int) -> int:
-    """Page tables: an int32 on the host and an int64 on the device for each page of each slot."""
-    return config.num_slots * -(-length // config.page_size) * 12
+    """Page tables: an int32 on the host and an int64 on each stage for each page of each slot."""
+    entries = config.num_slots * -(-length // config.page_size)
+    return entries * (4 + 8 * config.pipeline_stages)
 
 
 def _device_memory(device: str) -> int:

@@ -56,6 +56,8 @@ def limits_of(resolved: Resolved) -> Limits:
         relay=config.relay,
         prefix_cache=config.prefix_cache,
         serial_prefill=config.serial_prefill,
+        stages=config.pipeline_stages,
+        turns=min(config.pipeline_stages, config.steps_ahead),
         debug=config.debug,
     )
 

@@ -45,7 +45,7 @@ class Plan(msgspec.Struct, frozen=True, array_like=True, eq=False):
     """What the host decided for one step.
 
     rows     int32[n]  slots that decode one position, ascending.  Sent only when they changed.
-    same_rows          `rows` equals that of the plan before.
+    same_rows          `rows` equals that of the plan before; with S stages, of S plans before.
     tokens   int32[n]  the rows' input tokens that the host brings, -1 where the relay has them;
                        None when it has all of them.
     chunks   int32[4c] flat (slot, start, count, samples): prompt positions start..start+count of

@@ -20,7 +20,10 @@ class SyncReason(Enum):
     BLOCKING_COPY = "blocking-copy"  # the device's copies to the host block whoever asks
     STAGING = "staging"  # staging memory was still being read when it was needed again
     DRAIN = "drain"  # nothing could be planned before a flight landed
-    PIPELINE = "pipeline"  # a token still on its way through the stages; there are none yet
+    # Nothing could be launched before a flight landed, because every row that decodes had its token
+    # still on its way through the stages.  Its rows are those whose tokens that flight brings; a
+    # row that sits a plan out while others run holds nothing up, and is not counted.
+    PIPELINE = "pipeline"
 
 
 class Sync(msgspec.Struct, frozen=True, array_like=True):

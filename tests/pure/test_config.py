@@ -33,6 +33,7 @@ BAD: dict[str, list[Any]] = {
     "fence": ["none", None, True],
     "serial_prefill": [None, 1, "yes"],
     "executor": ["thread", None],
+    "pipeline_stages": [*NOT_COUNTS, None, MAX_STAGES + 1],
     "device": ["cuda:99", None],
     "device_seed": ["1", 1.0, None, True],
     "dtype": ["float8", None, 32],

@@ -16,7 +16,8 @@ class Limits:
     `num_pages` counts the padding page; `num_slots` slot 0.  `relay` is where decode rows get
     their input tokens: `host` (the plan brings them all), `slot`, or `row` (the plan brings those
     whose row has no sample in flight).  `serial_prefill`: a step of prompts alone waits until the
-    one before it, of prompts alone too, is retired.
+    one before it, of prompts alone too, is retired.  `stages` that the model is cut into; the rows
+    take turns in `turns` plans, as many as there are stages and steps in the air.
     """
 
     max_rows: int
@@ -28,6 +29,8 @@ class Limits:
     relay: str = "slot"
     prefix_cache: bool = True
     serial_prefill: bool = False
+    stages: int = 1
+    turns: int = 1
     debug: bool = False
 
     @property

@@ -11,6 +11,7 @@ import numpy as np
 from stepahead.scheduler.lifetime import Entry, Lifetime, Standing
 from stepahead.scheduler.policy import victims
 from stepahead.scheduler.table import NOBODY, RowSet
+from stepahead.scheduler.turns import Turns
 
 # positions for which pages are granted ahead: rows are looked at once in so many steps
 HORIZON = 8
@@ -49,22 +50,35 @@ class Room:
 
 
 class DecodeRows:
-    """The decode rows of the next plan."""
+    """The decode rows of the next plan: all of them, unless they take `turns`."""
 
-    def __init__(self, life: Lifetime, page_size: int) -> None:
+    def __init__(self, life: Lifetime, page_size: int, turns: Turns | None = None) -> None:
         self.life = life
         self.table = life.table
         self.store = life.store
         self._page_size = page_size
+        self._turns = turns
         self._rows = NOBODY
         self._until_length = self._until_grant = _FAR
 
-    def select(self, grants: list[np.ndarray]) -> RowSet:
-        """The rows that can decode now; what pages they were given is added to `grants`."""
+    def select(self, grants: list[np.ndarray], step: int) -> RowSet:
+        """The rows that can decode in plan `step`; what pages they were given is added to
+        `grants`."""
+        if self._turns is not None:
+            return self._take_turn(self._turns, grants, step)
         if self.life.changed:
             self._regroup()
         if self._until_grant > 0:
             return self._rows
+        return self._grant(grants)
+
+    def _take_turn(self, turns: Turns, grants: list[np.ndarray], step: int) -> RowSet:
+        self._look_at(turns.rows(step))
+        rows = self._rows if self._until_grant > 0 else self._grant(grants)
+        if rows.count or not self._rows.count:
+            return rows
+        # pages are short for all whose turn it is: then it is anybody's, or nobody would get ahead
+        self._look_at(turns.everybody(step))
         return self._grant(grants)
 
     def repeats(self, rows: RowSet) -> bool:
@@ -79,14 +93,20 @@ class DecodeRows:
     @property
     def idle(self) -> bool:
         """Whether no row is there to decode, pages or not."""
+        if self._turns is not None:
+            return not self._turns.count
         return not (self.table.decoding.any() if self.life.changed else self._rows.count)
 
     def _regroup(self) -> None:
         table = self.table
         self.life.changed = False
-        self._rows = rows = table.rows(table.decoding.nonzero()[0])
+        rows = table.rows(table.decoding.nonzero()[0])
         table.stand(rows)
-        self._until_length = int(table.budget[rows.at].min()) if rows.count else _FAR
+        self._look_at(rows)
+
+    def _look_at(self, rows: RowSet) -> None:
+        self._rows = rows
+        self._until_length = int(self.table.budget[rows.at].min()) if rows.count else _FAR
         self._until_grant = self._next_need(rows)
 
     def _next_need(self, rows: RowSet) -> int:
@@ -152,10 +172,9 @@ class DecodeRows:
         if not left_out and not self.life.changed:
             self._until_grant = self._next_need(rows)
             return rows  # all have a page for now; only those for later are short
-        keep = table.decoding.copy()
-        keep[left_out] = False
+        keep = table.decoding[rows.slots] & ~np.isin(rows.slots, left_out)
         # the countdown stays at zero, so the next plan looks again
-        return table.rows(keep.nonzero()[0])
+        return table.rows(rows.slots[keep])
 
     def advance(self, rows: RowSet) -> tuple[int, ...]:
         """Moves the rows' frontiers one position; the slots whose last output that will bring."""

@@ -24,6 +24,7 @@ from stepahead.scheduler.rows import DecodeRows
 from stepahead.scheduler.settle import HeardTokens, Settler
 from stepahead.scheduler.stop import StopTable
 from stepahead.scheduler.table import NOBODY, RowSet, Table
+from stepahead.scheduler.turns import Turns
 from stepahead.sync import SyncReason
 from stepahead.types import Finish, FinishReason, Load, Outputs, Request
 
@@ -42,9 +43,12 @@ class Scheduler:
         self._waiting: list[tuple[int, Entry]] = []  # a heap by arrival: the preempted go first
         self._prefilling: list[Entry] = []
         self._launched: deque[Launched] = deque()
-        self._decode = DecodeRows(self.life, limits.page_size)
+        lag = limits.stages if limits.relay == "row" else None
+        self._turns = Turns(self.life, limits.turns, lag) if limits.turns > 1 else None
+        self._decode = DecodeRows(self.life, limits.page_size, self._turns)
         self._settler = Settler(self.life, limits.page_size)
-        self._sent_rows = NOBODY
+        # of the newest plans, one for each stage: a plan is compared with that of S plans before
+        self._sent_rows = deque([NOBODY] * limits.stages, limits.stages)
         self._again: Launched | None = None  # the last step, unless there were prompts in it
         self._step = self._arrivals = 0
         # who stood first in the queue and could not be admitted, and the state of things then
@@ -139,7 +143,7 @@ class Scheduler:
         if (again := self._again) is not None and self._repeats(again):
             return self._repeat(again)
         grants: list[np.ndarray] = []
-        rows = self._decode.select(grants)
+        rows = self._decode.select(grants, self._step)
         chunks, joins = self._prefill(self.limits.max_step_tokens - rows.count)
         if not rows.count and not chunks:
             return None
@@ -154,6 +158,8 @@ class Scheduler:
         """Why a flight should land before the next step is planned; None where nothing is in the
         air.  A row that decodes but lacks a page counts as one that decodes; a prompt for which
         there is no page counts as one that waits."""
+        if self._turns is not None and self._turns.waiting(self._step) and not self._has_prompts():
+            return SyncReason.PIPELINE
         if not self.limits.serial_prefill or not self._decode.idle:
             return None
         alone = any(not flight.rows.count for flight in self._launched)
@@ -228,8 +234,12 @@ class Scheduler:
         generations = self.table.generation[slots]
         launched = Launched(rows, chunks, ending, generations)
         self._launched.append(launched)
-        self._again = None if len(chunks) else launched
-        same, self._sent_rows = rows is self._sent_rows, rows
+        if self._turns is not None:
+            self._turns.took(rows, chunks[chunks[:, 3] > 0, 0], step)
+        else:
+            self._again = None if len(chunks) else launched
+        same = rows is self._sent_rows[0]
+        self._sent_rows.append(rows)
         counters = self.life.counters
         counters.steps += 1
         counters.launched_rows += rows.count
