@@ -152,6 +152,7 @@ def runner_spec(settled: Resolved) -> RunnerSpec:
         depth=config.steps_ahead,
         fence=config.fence,
         check=True,
+        stages=config.pipeline_stages,
     )
 
 
@@ -165,6 +166,12 @@ def inline(settled: Resolved, variant: Variant = ORACLE) -> Executor:
     from stepahead.runner.runner import Runner
 
     spec = runner_spec(settled)
+    if variant.stages > 1:
+        from stages import stage_devices, stages_runner
+
+        modes = HostileModes(**MODES[variant.mode], fail_at=variant.fail_at or None)
+        devices = stage_devices(spec, variant.device == "hostile", modes)
+        return InlineExecutor(stages_runner(spec, devices))
     if variant.device != "hostile":
         return InlineExecutor(build_runner(spec))
     modes = HostileModes(**MODES[variant.mode], fail_at=variant.fail_at or None)

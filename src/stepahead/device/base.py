@@ -6,7 +6,8 @@ one stream run in order; between streams only `record` and `wait` order them.  E
 what it reads and writes, so that a device may check that the edges suffice.
 
 Memory that more than one step or stream touches has a name: the runner's own ("pages", "kv", ..),
-a step's staging block, its results.  Names are what devices check and what errors say.
+a step's staging block, its results.  Names are what devices check and what errors say.  Where a
+model is cut into stages each has a device; names that begin with "/" are the same on all of them.
 
 Knows no plan and no model.
 """

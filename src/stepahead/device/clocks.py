@@ -39,6 +39,10 @@ class Clocks:
         self._worked: Clock = {}  # the tick of each stream's last access
         self._memory: dict[str, _Memory] = {}
 
+    def add(self, streams: Iterable[str]) -> None:
+        """More streams, of another device of the same host."""
+        self._clocks |= {stream: {} for stream in streams}
+
     def point(self, stream: str) -> Clock:
         """A point in the stream after all that is in it so far: what an event carries."""
         self._tick(stream)

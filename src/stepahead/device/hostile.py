@@ -25,7 +25,7 @@ from torch import Tensor
 from stepahead.device.base import Event, Stream, Work
 from stepahead.device.clocks import HOST, Clock, Clocks, RaceError
 from stepahead.device.counts import DeviceCounts, call_site
-from stepahead.device.queues import Pace, Point, Queues, Run
+from stepahead.device.queues import Lane, Pace, Point, Queues, Run
 from stepahead.device.staging import RingStaging, StagingRing
 from stepahead.device.tape import capture
 from stepahead.device.timing import Timing, VirtualClock
@@ -133,6 +133,9 @@ class HostileDevice:
 
     Belongs to the thread that first gives it something; EngineError for any other.  An operation
     that raises stops its stream, and so whatever waits for a later point of that.
+
+    `beside` another one, under a `name` of its own, it is a second device of the same host: they
+    share order, clocks, time and counts, and each may wait for the other's events.
     """
 
     def __init__(
@@ -141,15 +144,26 @@ class HostileDevice:
         depth: int = 1,
         modes: HostileModes = _NO_MODES,
         timing: Timing = _TIMING,
+        beside: HostileDevice | None = None,
+        name: str = "",
     ) -> None:
-        self.counts = DeviceCounts()
         self._waited: list[SyncReason] = []
         self._depth = depth
         self._modes = modes
         self._timing = timing
-        self._time = VirtualClock()
-        self._queues = Queues(seed, modes.pace, self._time, self.counts)
-        self._clocks = Clocks(map(_actor, Stream))
+        self._name = name
+        if beside is None:
+            self.counts = DeviceCounts()
+            self._time = VirtualClock()
+            self._queues = Queues(seed, modes.pace, self._time, self.counts)
+            self._clocks = Clocks(map(self._actor, Stream))
+            if name:
+                self._queues.add(name)
+        else:
+            self.counts, self._time = beside.counts, beside._time
+            self._queues, self._clocks = beside._queues, beside._clocks
+            self._queues.add(name)
+            self._clocks.add(map(self._actor, Stream))
         self._owner: int | None = None
         self._queued = 0
         self._ring = StagingRing(self, depth)
@@ -186,8 +200,8 @@ class HostileDevice:
         """Holds the stream until the event."""
         self._begin_call()
         assert isinstance(event, HostileEvent)
-        self._clocks.join(_actor(stream), event.clock)
-        self._queues.hold(stream, event.point)
+        self._clocks.join(self._actor(stream), event.clock)
+        self._queues.hold(self._lane(stream), event.point)
 
     def sync(self, event: Event, reason: SyncReason) -> None:
         """Waits, and counts it under the reason."""
@@ -212,7 +226,7 @@ class HostileDevice:
         self._begin_call()
         if len(self._downloads) == self._depth:
             for array in self._downloads.popleft():
-                self._clocks.free(array.name)
+                self._clocks.free(self._named(array.name))
                 array.poison()
         self._downloads.append([])
         return self._ring.open(step)
@@ -240,7 +254,7 @@ class HostileDevice:
         """Poisons the memory at once; RaceError if something still touches it, or comes to."""
         self._begin_call()
         for name in names:
-            self._clocks.free(name)
+            self._clocks.free(self._named(name))
             for block in self._blocks.pop(name, ()):
                 block.fill_(POISON)
 
@@ -279,14 +293,14 @@ class HostileDevice:
         """Fresh memory, poisoned; RaceError when it is read before it is written."""
         self._check_thread()
         block = torch.full((count,), POISON, dtype=torch.int64)
-        self._clocks.hand_out(name)
+        self._clocks.hand_out(self._named(name))
         self._blocks.setdefault(name, []).append(block)
         return block
 
     def host_writes(self, name: str) -> None:
         """RaceError if an operation may still read it."""
         self._check_thread()
-        self._clocks.host_writes(name)
+        self._clocks.host_writes(self._named(name))
 
     def copy_in(self, target: Tensor, name: str, source: Tensor, source_name: str) -> None:
         """Reads the source when it runs.  Pageable memory makes the host wait until it has."""
@@ -328,7 +342,7 @@ class HostileDevice:
         self._check_thread()
         if event.point.passed_ns is None or not self._clocks.host_is_past(event.clock):
             raise RaceError(
-                f"the host asks when an event of {_actor(event.point.stream)} passed, "
+                f"the host asks when an event of {_told(event.point.stream)} passed, "
                 "and did not wait for it"
             )
         return event.point.passed_ns
@@ -339,7 +353,7 @@ class HostileDevice:
 
     def _host_reads(self, name: str) -> None:
         self._check_thread()
-        self._clocks.host_reads(name)
+        self._clocks.host_reads(self._named(name))
 
     def _host_name(self, name: str) -> str:
         # each array has its own: one may be waited for while the next one is still to come
@@ -387,26 +401,44 @@ class HostileDevice:
         self._access(stream, reads, writes)
         self._queued += 1
         if self._queued == self._modes.fail_at:
-            run = _failing(self._queued, stream)
-        self._queues.put(stream, run)
+            run = _failing(self._queued, self._actor(stream))
+        self._queues.put(self._lane(stream), run)
 
     def _access(self, stream: Stream, reads: tuple[str, ...], writes: tuple[str, ...]) -> None:
-        self._clocks.access(_actor(stream), reads, writes)
+        named = self._named
+        self._clocks.access(
+            self._actor(stream), tuple(map(named, reads)), tuple(map(named, writes))
+        )
 
     def _point(self, stream: Stream) -> HostileEvent:
-        return HostileEvent(self, self._queues.point(stream), self._clocks.point(_actor(stream)))
+        clock = self._clocks.point(self._actor(stream))
+        return HostileEvent(self, self._queues.point(self._lane(stream)), clock)
+
+    # --- one of several ---------------------------------------------------------------------
+
+    def _lane(self, stream: Stream) -> Lane:
+        return (self._name, stream) if self._name else stream
+
+    def _actor(self, stream: Stream) -> str:
+        return _told(self._lane(stream))
+
+    def _named(self, name: str) -> str:
+        return f"{self._name}: {name}" if self._name and not name.startswith("/") else name
 
 
-def _actor(stream: Stream) -> str:
-    return f"stream {stream.value}"
+def _told(lane: Lane) -> str:
+    if isinstance(lane, Stream):
+        return f"stream {lane.value}"
+    device, stream = lane
+    return f"stream {stream.value} of {device}"
 
 
 def _address(memory: Tensor) -> int:
     return memory.untyped_storage().data_ptr()
 
 
-def _failing(number: int, stream: Stream) -> Run:
+def _failing(number: int, actor: str) -> Run:
     def fail() -> int:
-        raise InjectedFailure(f"operation {number}, on {_actor(stream)}, failed as it was asked to")
+        raise InjectedFailure(f"operation {number}, on {actor}, failed as it was asked to")
 
     return fail

@@ -20,6 +20,8 @@ from stepahead.device.counts import DeviceCounts
 from stepahead.device.timing import VirtualClock
 
 Run = Callable[[], int]
+# a stream; where a host has several devices, with the name of its device
+Lane = Stream | tuple[str, Stream]
 
 
 class StuckError(AssertionError):
@@ -38,7 +40,7 @@ class Pace(Enum):
 class Point:
     """A place in a stream.  `passed_ns`: when the stream passed it, None if it has not."""
 
-    stream: Stream
+    stream: Lane
     passed_ns: int | None = None
 
 
@@ -65,20 +67,25 @@ class Queues:
         self._pace = pace
         self._time = time
         self._counts = counts
-        self._entries: dict[Stream, deque[_Entry]] = {stream: deque() for stream in Stream}
-        self._stopped: set[Stream] = set()
+        self._entries: dict[Lane, deque[_Entry]] = {stream: deque() for stream in Stream}
+        self._stopped: set[Lane] = set()
 
-    def put(self, stream: Stream, run: Run) -> None:
+    def add(self, device: str) -> None:
+        """The streams of one more device."""
+        for stream in Stream:
+            self._entries[device, stream] = deque()
+
+    def put(self, stream: Lane, run: Run) -> None:
         """An operation, at the stream's end."""
         self._entries[stream].append(_Entry(self._time.host_ns, run=run))
 
-    def point(self, stream: Stream) -> Point:
+    def point(self, stream: Lane) -> Point:
         """A new point at the stream's end."""
         point = Point(stream)
         self._entries[stream].append(_Entry(self._time.host_ns, passes=point))
         return point
 
-    def hold(self, stream: Stream, point: Point) -> None:
+    def hold(self, stream: Lane, point: Point) -> None:
         """What is put there from now on runs after the point."""
         self._entries[stream].append(_Entry(self._time.host_ns, needs=point))
 
@@ -119,7 +126,7 @@ class Queues:
         return False
 
     def _run_one(self) -> bool:
-        ready = [stream for stream in Stream if self._can_go_on(stream)]
+        ready = [stream for stream in self._entries if self._can_go_on(stream)]
         if not ready:
             return False
         stream = self._random.choice(ready)
@@ -132,19 +139,20 @@ class Queues:
             self._run(stream, entry.run, entry.queued_ns)
         return True
 
-    def _run(self, stream: Stream, run: Run, queued_ns: int) -> None:
+    def _run(self, stream: Lane, run: Run, queued_ns: int) -> None:
         try:
             took_ns = run()
         except Exception as error:
             self.failure = self.failure or error
             self._stopped.add(stream)
             return
-        self._counts.operations[stream] += 1
+        kind = stream if isinstance(stream, Stream) else stream[1]
+        self._counts.operations[kind] += 1
         idle_ns = self._time.run(stream, queued_ns, took_ns)
-        if stream is Stream.FORWARD:
+        if kind is Stream.FORWARD:
             self._counts.idle_ns += idle_ns
 
-    def _can_go_on(self, stream: Stream) -> bool:
+    def _can_go_on(self, stream: Lane) -> bool:
         entries = self._entries[stream]
         if not entries or stream in self._stopped:
             return False

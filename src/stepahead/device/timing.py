@@ -8,7 +8,8 @@ operations, only how long they take.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from stepahead.device.base import Stream
@@ -43,8 +44,8 @@ class VirtualClock:
 
     def __init__(self) -> None:
         self.host_ns = 0
-        self._free_ns: dict[Stream, int] = dict.fromkeys(Stream, 0)
-        self._worked_ns: dict[Stream, int] = {}  # end of each stream's last operation
+        self._free_ns: dict[Hashable, int] = defaultdict(int)
+        self._worked_ns: dict[Hashable, int] = {}  # end of each stream's last operation
 
     def spend(self, ns: int) -> None:
         """The host works for so long."""
@@ -54,15 +55,15 @@ class VirtualClock:
         """The host waits until then, if it is not that late already."""
         self.host_ns = max(self.host_ns, at_ns)
 
-    def hold(self, stream: Stream, at_ns: int) -> None:
+    def hold(self, stream: Hashable, at_ns: int) -> None:
         """The stream's next operation does not start before."""
         self._free_ns[stream] = max(self._free_ns[stream], at_ns)
 
-    def reaches_ns(self, stream: Stream, queued_ns: int) -> int:
+    def reaches_ns(self, stream: Hashable, queued_ns: int) -> int:
         """When the stream comes to a point that the host enqueued at `queued_ns`."""
         return max(self._free_ns[stream], queued_ns)
 
-    def run(self, stream: Stream, queued_ns: int, ns: int) -> int:
+    def run(self, stream: Hashable, queued_ns: int, ns: int) -> int:
         """The stream runs its next operation, `ns` long; returns how long it had stood idle since
         the one before, 0 if there was none."""
         start_ns = self.reaches_ns(stream, queued_ns)

@@ -41,6 +41,8 @@ class StepInputs:
     decode_bounds     int64 numpy[n_decode], the host's upper bounds of decode_lens
     max_decode_len    the largest of them, 0 without rows; P * page_size >= max_decode_len
     chunks            the other rows, in the order of their tokens
+    states_dev        [T, hidden] for a part of a model that is not its first: what the part before
+                      it gave.  It has no use for token_ids_dev, and may write here
     """
 
     token_ids_dev: Tensor
@@ -52,3 +54,4 @@ class StepInputs:
     decode_bounds: np.ndarray
     max_decode_len: int
     chunks: tuple[ChunkRow, ...]
+    states_dev: Tensor | None = None

@@ -117,14 +117,17 @@ class Llama(nn.Module):
 
     def forward(self, inputs: StepInputs, kv: KVPool) -> Tensor:
         """Run a step: write its keys and values, return hidden states [T, hidden], normed."""
-        x = self.embed(inputs.token_ids_dev)
+        return self.norm(self.run(self.embed(inputs.token_ids_dev), inputs, kv))
+
+    def run(self, x: Tensor, inputs: StepInputs, kv: KVPool) -> Tensor:
+        """The layers alone: [T, hidden] to the same; x itself is overwritten."""
         cos, sin = self.rope(inputs.positions_dev, x.dtype)
         # on the CPU lengths cost nothing to look at, and looking saves memory traffic
         lay_out = paged.lay_out if x.device.type == "cpu" else varlen.lay_out
         step = lay_out(inputs, self._heads(kv.page_size))
         for layer in self.layers:
             x = layer(x, cos, sin, inputs.cells_dev, step, kv)
-        return self.norm(x)
+        return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32[R, vocab] of hidden states [R, hidden]."""
@@ -132,9 +135,9 @@ class Llama(nn.Module):
 
     def new_kv(self, num_pages: int, page_size: int) -> KVPool:
         """A pool of this model's shape and dtype, on its device."""
-        spec, weight = self.spec, self.embed.weight
+        spec, weight = self.spec, self._weight
         return KVPool(
-            *(spec.num_layers, num_pages, page_size, spec.num_kv_heads, spec.head_dim),
+            *(len(self.layers), num_pages, page_size, spec.num_kv_heads, spec.head_dim),
             dtype=weight.dtype,
             device=weight.device,
         )
@@ -142,9 +145,14 @@ class Llama(nn.Module):
     def can_capture(self, page_size: int, max_pages: int) -> bool:
         """Whether a decode step can be captured, with page tables of `max_pages` columns, and costs
         no more for it."""
-        return varlen.can_capture(self._heads(page_size), self.embed.weight.device, max_pages)
+        return varlen.can_capture(self._heads(page_size), self._weight.device, max_pages)
+
+    @property
+    def _weight(self) -> Tensor:
+        """Any: they are all of one dtype, on one device."""
+        return next(self.parameters())
 
     def _heads(self, page_size: int) -> HeadShape:
         spec = self.spec
-        dtype = self.embed.weight.dtype
+        dtype = self._weight.dtype
         return HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, dtype, page_size)

@@ -7,6 +7,9 @@ each cell by the position it is read *for*.
     cell(i)   = mix(token_i * A + i * B)
     state(p)  = sum over i <= p of cell(i) * (2 i + 1)          (64-bit, wrapping)
     logit(v)  = bits 20..44 of mix(state(p) + v * C) / 2**21     in [0, 8)
+
+It has LAYERS layers: layer k keeps byte k of each cell, and adds what that gives to the state.  So
+a part of them keeps only its own bytes, and all parts together give the same.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from torch import Tensor
 from stepahead.model.batch import ChunkRow, StepInputs
 
 A, B, C = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
+LAYERS = 8
 M1, M2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
@@ -70,14 +74,20 @@ class ToyModel:
 
     def forward(self, inputs: StepInputs, kv: ToyKV) -> Tensor:
         """The state of each token of the step, int64[T, 1]; writes its cell first."""
-        tokens, positions = inputs.token_ids_dev, inputs.positions_dev
-        cells = mix(tokens * _signed(A) + positions * _signed(B))
+        return self.run(self.embed(inputs), inputs, kv).unsqueeze(1)
+
+    __call__ = forward
+
+    def embed(self, inputs: StepInputs) -> Tensor:
+        """The cell of each token of the step, int64[T]."""
+        return mix(inputs.token_ids_dev * _signed(A) + inputs.positions_dev * _signed(B))
+
+    def run(self, cells: Tensor, inputs: StepInputs, kv: ToyKV) -> Tensor:
+        """Keeps the step's cells int64[T]; what the context's add to each token's state, int64[T]."""
         kv.pages_dev.view(-1)[inputs.cells_dev] = cells
         states = [self._decode(inputs, kv)] if inputs.n_decode else []
         states += [self._chunk(chunk, kv) for chunk in inputs.chunks]
-        return torch.cat(states).unsqueeze(1)
-
-    __call__ = forward
+        return torch.cat(states)
 
     def _decode(self, inputs: StepInputs, kv: ToyKV) -> Tensor:
         cells = kv.pages_dev[inputs.decode_pages_dev].flatten(1)

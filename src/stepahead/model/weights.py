@@ -12,7 +12,7 @@ import contextlib
 import importlib
 import json
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -76,15 +76,25 @@ class WeightSource(Protocol):
         ...
 
 
-def load_model(spec: ModelSpec, dtype: DTypeName, device: str = "cpu") -> Llama:
+def load_model(
+    spec: ModelSpec,
+    dtype: DTypeName,
+    device: str = "cpu",
+    cut: Callable[[Llama], None] | None = None,
+) -> Llama:
     """The model that `spec` was read from, ready for inference on `device`.
 
+    `cut` may take modules out before anything is read: what it takes out is never in memory.
     Raises WeightError for a missing, misshapen or unexpected tensor or a file that is cut off, and
     UnsupportedModel for values stored in a way that can't be read.
     """
     model = _without_memory(spec)
+    known = {name for _, _, _, names in _stored(model) for name in names}
+    if cut is not None:
+        cut(model)
     with _open(spec) as source:
         _fill(model, source, DTYPES[dtype], device)
+        _refuse_unread(spec, source.names() - known)
     return _ready(model, device)
 
 
@@ -109,7 +119,7 @@ def _without_memory(spec: ModelSpec) -> Llama:
 
 
 def _ready(model: Llama, device: str) -> Llama:
-    if model.spec.tied_head:
+    if model.spec.tied_head and isinstance(model.head, Linear):
         model.head.weight = model.embed.weight
     model.rope.to(device)  # the only tensors that are neither read nor drawn
     pack_linears(model)
@@ -128,18 +138,21 @@ def _assign(module: nn.Module, name: str, value: Tensor) -> None:
     setattr(module, name, nn.Parameter(value, requires_grad=False))
 
 
-def _fill(model: Llama, source: WeightSource, dtype: torch.dtype, device: str) -> None:
+def _stored(model: Llama) -> Iterator[tuple[nn.Module, str, nn.Parameter, list[str]]]:
+    """As `_parameters`, each with the names of the tensors that are stacked in it."""
     paths = {module: path for path, module in model.named_modules()}
-    unread = source.names()
     for module, name, parameter in _parameters(model):
-        parts = [f"{part}.{name}" for part in _hugging_face_names(paths[module])]
+        parts = _hugging_face_names(paths[module])
+        yield module, name, parameter, [f"{part}.{name}" for part in parts]
+
+
+def _fill(model: Llama, source: WeightSource, dtype: torch.dtype, device: str) -> None:
+    for module, name, parameter, parts in _stored(model):
         rows = module.parts if isinstance(module, Linear) else (parameter.shape[0],)
         value = torch.empty(parameter.shape, dtype=dtype, device=device)
         for part, target in zip(parts, value.split(rows), strict=True):
             source.copy_into(part, target)
-        unread -= set(parts)
         _assign(module, name, value)
-    _refuse_unread(model.spec, unread)
 
 
 def _hugging_face_names(path: str) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ class StagedStep:
     `rows_dev` int64[n] decode slots; `route`: where the relay finds their input tokens.
     `bounds` int64 numpy[n]: the rows' contexts as the host predicts them, this step's token
     included: exact for the living, more for the dead.
-    `slots_dev` int64[r]: the slots that are sampled for.
+    `slots` int64 numpy[r]: the slots that are sampled for; `slots_dev`: the same on the device.
     `sampled_dev` int64[r]: which of the step's tokens they are sampled after, None for all of them.
     `chunks`: (slot, first token among the step's, count, context length) of each chunk.
     `chunk_tokens_dev` int64[3, t]: token, slot, position of each prompt position of the step.
@@ -32,6 +32,7 @@ class StagedStep:
     rows_dev: Tensor
     route: Any
     bounds: np.ndarray
+    slots: np.ndarray
     slots_dev: Tensor
     sampled_dev: Tensor | None = None
     chunks: tuple[tuple[int, int, int, int], ...] = ()

@@ -9,13 +9,16 @@ fence.  *forward* runs the model, then samples.  *copy* takes results out.
                                                 \\
     copy                                         results out, then the flight's own event
 
+Where the model is cut into stages this is one of them: only the first has input tokens, and only
+the last samples and has results.
+
 The host never waits here but for reasons that `SyncReason` names; it waits in a flight's `land`,
 for that flight only.  Knows no users and no queues.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -25,11 +28,12 @@ from torch import Tensor
 
 from stepahead.device.base import Device, Event, HostArray, Stream, Work
 from stepahead.model.batch import StepInputs
-from stepahead.plan import Plan, PromptRows, Result
+from stepahead.plan import NO_INTS, Plan, PromptRows, Result
 from stepahead.runner.counts import PenaltyCounts
 from stepahead.runner.ends import ended
 from stepahead.runner.fence import Fence
 from stepahead.runner.graphs import RESULTS, DecodeGraphs, capture_decode
+from stepahead.runner.hand_over import HandOver, Links, Sampled
 from stepahead.runner.hidden import HiddenDownload
 from stepahead.runner.inputs import advance, build_inputs
 from stepahead.runner.keep import KeepAlive
@@ -40,7 +44,7 @@ from stepahead.runner.logprobs import (
     describe,
     describe_hidden,
 )
-from stepahead.runner.relay import Relay
+from stepahead.runner.relay import NoRelay, Relay
 from stepahead.runner.relay.row import RowRelay
 from stepahead.runner.relay.slot import SlotRelay
 from stepahead.runner.sampler import SampleGroup, sample
@@ -74,8 +78,10 @@ class Model(Protocol):
 
 @dataclass
 class StepBox:
-    """What a step's operations leave for each other on the device; filled on the forward stream."""
+    """What a step's operations leave for each other on the device; filled on the forward stream.
+    `arrived` holds the hidden states that another stage has left, if one had to."""
 
+    arrived: list[Tensor] = field(default_factory=list)
     states_dev: Tensor | None = None
     tokens_dev: Tensor | None = None
     hidden_dev: Tensor | None = None
@@ -86,6 +92,13 @@ class StepBox:
 def _made(value: T | None) -> T:
     assert value is not None, "used before the forward ran"
     return value
+
+
+class _Nothing:
+    """The tokens of a stage that samples none."""
+
+    def read(self) -> np.ndarray:
+        return NO_INTS
 
 
 @dataclass(frozen=True)
@@ -124,7 +137,15 @@ class RunnerFlight:
 class Runner:
     """Runs plans in order.  `launch` returns as soon as the device has the step in its queues."""
 
-    def __init__(self, model: Model, device: Device, spec: RunnerSpec, vocab_size: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        device: Device,
+        spec: RunnerSpec,
+        vocab_size: int,
+        links: Links | None = None,
+    ) -> None:
+        """`links` are those of a stage; a model in one piece has none."""
         place = device.place
         self._model = model
         self._device = device
@@ -139,11 +160,16 @@ class Runner:
         self._graphs = capture_decode(
             device, model, self._kv, self._slots, spec.page_size, spec.max_rows
         )
-        # nothing is in the air when a row of the serial loop ends
-        eos_dev = eos_table(spec.eos_ids, vocab_size, place) if spec.depth > 1 else None
+        # nothing of its own is in the air when a row ends whose tokens the host brings
+        ahead = spec.depth > spec.stages
+        eos_dev = eos_table(spec.eos_ids, vocab_size, place) if ahead else None
         self._stager = Stager(
             device, spec, self._slots, self._relay, self._counts, self._keep, eos_dev
         )
+        self._hand_over = (
+            HandOver(device, spec, links, self._slots, self._relay) if links is not None else None
+        )
+        self._last = self._hand_over is None or self._hand_over.is_last
 
     def close(self) -> None:
         """Drops what the device has not run."""
@@ -161,6 +187,8 @@ class Runner:
         self._write_pages(staged)
         device.wait(Stream.FORWARD, device.record(Stream.SCHEDULE))
         box = StepBox()
+        if self._hand_over is not None:
+            box.arrived = self._hand_over.arrive(plan, staged)
         start = device.record(Stream.FORWARD)
         graphs = self._graphs
         if (
@@ -173,6 +201,8 @@ class Runner:
             self._enqueue_forward(staged, box)
         end = device.record(Stream.FORWARD)
         self._fence.forward_over(end)
+        if self._hand_over is not None:
+            self._hand_over.sent(staged, end)
         self._keep.step(staged.blocks, (staged, box))
         device.wait(Stream.COPY, end)
         return self._copy_out(staged, box, start, end)
@@ -187,21 +217,34 @@ class Runner:
         self._device.enqueue(Stream.SCHEDULE, write, staged.blocks, ("pages",))
 
     def _enqueue_forward(self, staged: Staged, box: StepBox) -> None:
-        device, blocks = self._device, staged.blocks
+        device, blocks, step = self._device, staged.blocks, staged.step
+        arrived = (f"arrived {step}",) if self._hand_over is not None else ()
         first = Work(
             partial(self._run_model, staged, box),
-            (*blocks, "pages", "slots", "relay", "kv"),
-            ("slots", "relay", "kv", f"states {staged.step}"),
+            (*blocks, *arrived, "pages", "slots", "relay", "kv"),
+            ("slots", "relay", "kv", f"states {step}"),
         )
-        rest = Work(
+        rest = self._pass_on_work(staged, box) if not self._last else Work(
             partial(self._run_sampler, staged, box),
-            (*blocks, "slots", "relay", "counts", f"states {staged.step}"),
-            ("slots", "relay", "counts", f"results {staged.step}"),
+            (*blocks, "slots", "relay", "counts", f"states {step}"),
+            ("slots", "relay", "counts", f"results {step}", *self._given(step)),
         )
         device.enqueue(Stream.FORWARD, first.fn, first.reads, first.writes)
         if self._fence.fine:
             self._fence.reads_over(device.record(Stream.FORWARD))
         device.enqueue(Stream.FORWARD, rest.fn, rest.reads, rest.writes)
+
+    def _given(self, step: int) -> tuple[str, ...]:
+        return () if self._hand_over is None else self._hand_over.given(step)
+
+    def _pass_on_work(self, staged: Staged, box: StepBox) -> Work:
+        hand_over, step = self._hand_over, staged.step
+        assert hand_over is not None
+        return Work(
+            partial(self._pass_on, hand_over, hand_over.newest, staged, box),
+            (*staged.blocks, "slots", f"states {step}"),
+            ("slots", *hand_over.touched(step)),
+        )
 
     def _enqueue_captured(self, graphs: DecodeGraphs, staged: Staged, box: StepBox) -> None:
         """As `_enqueue_forward`, for a step that only decodes: model and logits are a graph."""
@@ -223,6 +266,9 @@ class Runner:
 
     def _copy_out(self, staged: Staged, box: StepBox, start: Event, end: Event) -> RunnerFlight:
         device, group = self._device, staged.group
+        if not self._last:
+            syncs = self._syncs(staged)
+            return RunnerFlight(staged.step, end, start, end, _Nothing(), None, (), None, syncs)
         name = f"results {staged.step}"
         tokens = device.download(lambda: _made(box.tokens_dev), name)
         logprobs = hidden = None
@@ -263,7 +309,17 @@ class Runner:
         with torch.inference_mode():
             self._take_over(staged.changes)
             inputs = build_inputs(staged.inputs, self._slots, self._relay, self._spec.page_size)
+            if box.arrived:
+                inputs = replace(inputs, states_dev=box.arrived.pop())
             box.states_dev = self._model(inputs, self._kv)
+
+    def _pass_on(
+        self, hand_over: HandOver, sampled: Sampled | None, staged: Staged, box: StepBox
+    ) -> None:
+        with torch.inference_mode():
+            advance(staged.inputs, self._slots)
+            hand_over.pass_on(staged.step, sampled, _made(box.states_dev))
+            box.states_dev = None
 
     def _resolve(self, staged: Staged) -> Tensor:
         self._take_over(staged.changes)
@@ -307,6 +363,8 @@ class Runner:
         if wanted is not None and raw is not None:
             box.logprobs = describe(raw, tokens[wanted], group.logprob_width)
         self._relay.stash(slots_dev, tokens)
+        if self._hand_over is not None:
+            self._hand_over.give_back(staged.step, tokens)
         self._bury(group, slots_dev, tokens, positions)
         return tokens
 
@@ -319,8 +377,10 @@ class Runner:
 
 def build_relay(spec: RunnerSpec, place: torch.device) -> Relay:
     """The relay that the spec names."""
+    if spec.stage:
+        return NoRelay()
     if spec.relay == "row":
-        return RowRelay(spec.num_slots, spec.depth, spec.check, place)
+        return RowRelay(spec.num_slots, spec.depth, spec.check, place, spec.stages)
     return SlotRelay(spec.num_slots, spec.check, place)
 
 

@@ -20,6 +20,8 @@ class RunnerSpec:
     relay      slot, or row for a loop that runs `depth` steps ahead
     fence      fine or coarse
     check      consume-once poison in the relay and other cheap traps
+    stages     parts that the model is cut into; this runner has part `stage`
+    state_bytes  most that a stage hands to the next in a step
     """
 
     factory: str
@@ -37,3 +39,6 @@ class RunnerSpec:
     depth: int = 2
     fence: str = "fine"
     check: bool = False
+    stages: int = 1
+    stage: int = 0
+    state_bytes: int = 0

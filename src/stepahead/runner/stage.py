@@ -89,6 +89,17 @@ class _Standing:
         self.names = names
 
 
+class _Turn:
+    """The decode rows of a plan, as they lie on the device for those of its turn that repeat it."""
+
+    def __init__(self, device: Device, keep: KeepAlive) -> None:
+        self.rows = np.zeros(0, np.int64)
+        self.rows_dev = torch.zeros(0, dtype=torch.int64, device=device.place)
+        self.rows_block = _Standing(keep)
+        self.group: SampleGroup | None = None  # of the decode rows alone, while they stay
+        self.group_block = _Standing(keep)
+
+
 class Stager:
     """Takes plans in their order.  Knows slots, rows and wishes as of the newest one."""
 
@@ -111,25 +122,25 @@ class Stager:
         self._wishes = Wishes(spec.num_slots, spec.eos_ids, eos_dev)
         self._joins: dict[int, Join] = {}  # of the slots in use
         self._generations: dict[int, int] = {}  # of each slot's newest owner, in check mode
-        self._rows = np.zeros(0, np.int64)
-        self._rows_dev = torch.zeros(0, dtype=torch.int64, device=device.place)
-        self._rows_block = _Standing(keep)
-        self._group: SampleGroup | None = None  # of the decode rows alone, while they stay
-        self._group_block = _Standing(keep)
+        # the same rows are those of S plans before, where there are S stages
+        self._turns = [_Turn(device, keep) for _ in range(spec.stages)]
+        self._scores = spec.stage == spec.stages - 1  # the last stage has logits, and counts tokens
 
     def decodes(self, plan: Plan) -> bool:
         """Whether the plan, not yet staged, has decode rows."""
-        return len(self._rows if plan.same_rows else plan.rows) > 0
+        turn = self._turns[plan.step % len(self._turns)]
+        return len(turn.rows if plan.same_rows else plan.rows) > 0
 
     def stage(self, plan: Plan) -> Staged:
         """Adds what the plan brings to the step's staging block, and sends it."""
         block = _Block(self._device.stage(plan.step))
+        turn = self._turns[plan.step % len(self._turns)]
         changes = self._stage_changes(plan, block)
-        self._stage_rows(plan, block)
-        group = self._sample_group(plan, block)
-        inputs = self._stage_inputs(plan, block)
-        scores = self._prompt_scores(inputs, block)
-        blocks = {*self._rows_block.names, *self._group_block.names}
+        self._stage_rows(plan, turn, block)
+        group = self._sample_group(plan, turn, block)
+        inputs = self._stage_inputs(plan, turn, block)
+        scores = self._prompt_scores(inputs, block) if self._scores else ()
+        blocks = {*turn.rows_block.names, *turn.group_block.names}
         if block.count:
             block.staging.send()
             blocks.add(block.staging.name)
@@ -144,7 +155,8 @@ class Stager:
             if self._check:
                 self._check_join(join)
             self._joins[join.slot] = join
-            row = self._counts.take(join.slot) if join.params.penalised else None
+            counted = self._scores and join.params.penalised
+            row = self._counts.take(join.slot) if counted else None
             self._wishes.enter(join, row)
             if row is not None:
                 tokens_dev = block.add(join.tokens)
@@ -165,36 +177,36 @@ class Stager:
         assert generation > newest, f"slot {slot}: generation {generation} joined after {newest}"
         self._generations[slot] = generation
 
-    def _stage_rows(self, plan: Plan, block: _Block) -> None:
+    def _stage_rows(self, plan: Plan, turn: _Turn, block: _Block) -> None:
         if not plan.same_rows:
-            self._rows = plan.rows.astype(np.int64)
-            self._rows_dev = block.add(self._rows)
-            self._rows_block.replace(block.staging.name)
-        self._slots.computed[self._rows] += 1
+            turn.rows = plan.rows.astype(np.int64)
+            turn.rows_dev = block.add(turn.rows)
+            turn.rows_block.replace(block.staging.name)
+        self._slots.computed[turn.rows] += 1
 
-    def _sample_group(self, plan: Plan, block: _Block) -> SampleGroup:
+    def _sample_group(self, plan: Plan, turn: _Turn, block: _Block) -> SampleGroup:
         table = plan.chunk_table
         sampling = table[table[:, 3] > 0, 0]
         if not plan.same_rows:
-            self._group = None
-        if self._group is not None and not len(sampling):
-            return self._group
+            turn.group = None
+        if turn.group is not None and not len(sampling):
+            return turn.group
         before = block.count
-        group = self._wishes.group(np.concatenate([self._rows, sampling]), block.add)
+        group = self._wishes.group(np.concatenate([turn.rows, sampling]), block.add)
         if not len(sampling):
-            self._group = group
+            turn.group = group
             if block.count > before:
-                self._group_block.replace(block.staging.name)
+                turn.group_block.replace(block.staging.name)
             else:  # nothing of it lies on the device
-                self._group_block.replace()
+                turn.group_block.replace()
         return group
 
-    def _stage_inputs(self, plan: Plan, block: _Block) -> StagedStep:
-        rows, rows_dev = self._rows, self._rows_dev
+    def _stage_inputs(self, plan: Plan, turn: _Turn, block: _Block) -> StagedStep:
+        rows, rows_dev = turn.rows, turn.rows_dev
         bounds = self._slots.computed[rows]
         if not len(plan.chunks):
             route = self._relay.route(rows, rows_dev, rows, plan.tokens, block.add)
-            return StagedStep(rows_dev, route, bounds, slots_dev=rows_dev)
+            return StagedStep(rows_dev, route, bounds, slots=rows, slots_dev=rows_dev)
         table = plan.chunk_table
         chunks = chunk_rows(plan, len(rows))
         owners, lengths = table[:, 0], table[:, 1] + table[:, 2]
@@ -208,6 +220,7 @@ class Stager:
             rows_dev,
             self._relay.route(rows, rows_dev, slots, plan.tokens, block.add),
             bounds,
+            slots=slots,
             slots_dev=both_dev[1],
             sampled_dev=both_dev[0],
             chunks=chunks,

@@ -33,3 +33,25 @@ class Relay(Protocol):
     def stash(self, slots_dev: Tensor, tokens_dev: Tensor) -> None:
         """Leaves the step's sampled tokens, int64[s], for later steps."""
         ...
+
+
+class NoRelay:
+    """For the stages of a model that take hidden states instead of tokens."""
+
+    def route(
+        self,
+        rows: np.ndarray,
+        rows_dev: Tensor,
+        sampled: np.ndarray,
+        tokens: np.ndarray | None,
+        upload: Upload,
+    ) -> Tensor:
+        """As in Relay; nothing is staged."""
+        return rows_dev
+
+    def resolve(self, route: Tensor) -> Tensor:
+        """int64[n] that nobody looks at."""
+        return route
+
+    def stash(self, slots_dev: Tensor, tokens_dev: Tensor) -> None:
+        """Nobody takes them from here."""

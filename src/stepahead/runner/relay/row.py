@@ -7,6 +7,9 @@ both, and sends them only when a row changed its place.  A row whose last token 
 
     ring, newest first     [ step n-1: r0 r1 r2 .. | step n-2: r0 r1 .. | .. ]
     index of (age, row)      rows of all newer steps + row
+
+Where the model is cut into stages a step's tokens come back `lag` steps later: the ring's newest
+step is n - lag, and no row is younger.
 """
 
 from __future__ import annotations
@@ -34,9 +37,12 @@ class RowRoute:
 
 
 class RowRelay:
-    """`depth` steps back.  `route` runs on the host at launch; the others on the forward stream."""
+    """`depth` steps back, from `lag` steps on.  `route` runs on the host at launch; the others on
+    the forward stream."""
 
-    def __init__(self, num_slots: int, depth: int, check: bool, place: torch.device) -> None:
+    def __init__(
+        self, num_slots: int, depth: int, check: bool, place: torch.device, lag: int = 1
+    ) -> None:
         # so that an empty ring can be indexed, and no row has to be taken from it
         self._padding = torch.full((1,), -1, dtype=torch.int64, device=place)
         self._ring: deque[Tensor] = deque(maxlen=depth)
@@ -44,6 +50,7 @@ class RowRelay:
         self._step_of = np.full(num_slots, -1 - depth, np.int64)
         self._row_of = np.zeros(num_slots, np.int64)
         self._step = 0
+        self._lag = lag
         self._check = check
 
     def route(
@@ -67,12 +74,14 @@ class RowRelay:
     def _index(self, rows: np.ndarray, tokens: np.ndarray | None) -> np.ndarray | None:
         age = self._step - self._step_of[rows]
         row = self._row_of[rows]
-        if tokens is None and (age == 1).all() and (row == np.arange(len(rows))).all():
+        lag = self._lag
+        if tokens is None and (age == lag).all() and (row == np.arange(len(rows))).all():
             return None
         known = np.zeros(len(rows), np.bool_) if tokens is None else tokens >= 0
         assert (known | (age <= len(self._sizes))).all(), "a row's token has left the ring"
-        newer = np.concatenate([[0], np.cumsum(self._sizes)])
-        return np.where(known, 0, newer[np.where(known, 1, age) - 1] + row)
+        assert (known | (age >= lag)).all(), "a row's token is still on its way"
+        newer = np.concatenate([[0], np.cumsum([*self._sizes][lag - 1 :])])
+        return np.where(known, 0, newer[np.where(known, lag, age) - lag] + row)
 
     def resolve(self, route: RowRoute) -> Tensor:
         """The input tokens, int64[count]."""
