@@ -87,4 +87,4 @@ class Listener:
 
 def gone(executor: ProcessExecutor) -> bool:
     """Whether its worker has ended and was waited for."""
-    return executor._child.wait(0)
+    return executor.child.wait(0)

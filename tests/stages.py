@@ -41,6 +41,9 @@ class InlineLink:
             old.fill_(-7_777_777)
         self._ring[step % self._depth] = tensor.clone()
 
+    def fail(self, step: int, text: str) -> None:
+        """Stages in one process fail together: whoever lands hears it."""
+
     def sent(self, step: int, event: Event) -> None:
         """The edge's beginning."""
         self._events[step] = event

@@ -10,6 +10,7 @@ from typing import Any
 
 from stepahead.config import DTYPE_BYTES, EngineConfig, ModelFacts, Resolved, resolve
 from stepahead.engine import Engine, limits_of
+from stepahead.errors import ConfigError
 from stepahead.loop.base import Executor
 from stepahead.model.spec import ModelSpec, kv_bytes_per_token, read_spec
 from stepahead.runner.spec import RunnerSpec
@@ -21,6 +22,7 @@ TOY = "toy"
 TOY_VOCAB = 512
 TOY_MAX_LEN = 4096
 _TOY_CELL_BYTES = 8
+_TOY_LAYERS = 8
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class ModelParts:
 
     factory  "module:function" that the runner's process calls with `options` for the model, and
              with device="cuda" where that is where it runs
+    part     as factory, for a stage: called with `stage` and `stages`, too; "" if it can't be cut
     notes    what was changed from the model's files, and why
     """
 
@@ -36,6 +39,7 @@ class ModelParts:
     texts: Texts
     factory: str
     options: dict[str, Any] = field(default_factory=dict)
+    part: str = ""
     notes: tuple[str, ...] = ()
 
 
@@ -70,17 +74,28 @@ def model_parts(config: EngineConfig, chat_template: str | None = None) -> Model
         eos_ids=_eos_ids(spec, texts),
         kv_bytes_per_token=kv_bytes_per_token(spec, DTYPE_BYTES[config.dtype]),
         weight_bytes=weight_values(spec) * DTYPE_BYTES[config.dtype],
+        num_layers=spec.num_layers,
+        state_bytes=spec.hidden_size * DTYPE_BYTES[config.dtype],
     )
     options = {"path": config.model, "dtype": config.dtype}
-    return ModelParts(facts, texts, "stepahead.model.load:load", options, spec.notes)
+    part = "stepahead.parallel.pipeline:load_part"
+    return ModelParts(facts, texts, "stepahead.model.load:load", options, part, spec.notes)
 
 
 def toy_parts(vocab_size: int = TOY_VOCAB, max_len: int = TOY_MAX_LEN) -> ModelParts:
     """The hash model: token ids only."""
     texts = ToyTexts(vocab_size)
-    facts = ModelFacts(vocab_size, max_len, texts.eos_ids, _TOY_CELL_BYTES)
+    facts = ModelFacts(
+        vocab_size,
+        max_len,
+        texts.eos_ids,
+        _TOY_CELL_BYTES,
+        num_layers=_TOY_LAYERS,
+        state_bytes=2 * _TOY_CELL_BYTES,
+    )
     options = {"vocab_size": vocab_size, "max_len": max_len}
-    return ModelParts(facts, texts, "stepahead.model.toy:ToyModel", options)
+    part = "stepahead.parallel.pipeline:ToyPart"
+    return ModelParts(facts, texts, "stepahead.model.toy:ToyModel", options, part)
 
 
 def assemble(config: EngineConfig, parts: ModelParts) -> Assembly:
@@ -98,8 +113,11 @@ def runner_spec(resolved: Resolved, parts: ModelParts) -> RunnerSpec:
     assert config.threads is not None
     # a model on the CPU need not know of places; the hostile device is the CPU
     place = {"device": "cuda"} if config.device == "cuda" else {}
+    stages = config.pipeline_stages
+    if stages > 1 and not parts.part:
+        raise ConfigError(f"pipeline_stages={stages}, but this model can't be cut into stages")
     return RunnerSpec(
-        factory=parts.factory,
+        factory=parts.factory if stages == 1 else parts.part,
         options=parts.options | place,
         device=config.device,
         device_seed=config.device_seed,
@@ -114,6 +132,9 @@ def runner_spec(resolved: Resolved, parts: ModelParts) -> RunnerSpec:
         depth=config.steps_ahead,
         fence=config.fence,
         check=config.debug,
+        stages=stages,
+        step_tokens=config.max_step_tokens,
+        state_bytes=resolved.facts.state_bytes,
     )
 
 
@@ -144,6 +165,10 @@ def _eos_ids(spec: ModelSpec, texts: Texts) -> tuple[int, ...]:
 
 
 def _executor(kind: str, spec: RunnerSpec) -> Executor:
+    if spec.stages > 1:
+        from stepahead.executor.pipeline import PipelineExecutor
+
+        return PipelineExecutor(spec)
     if kind == "process":
         from stepahead.executor.process import ProcessExecutor
 

@@ -80,7 +80,7 @@ class Stage:
         grace_s: float = 0.3,  # less than a stuck worker gets, to save time here
     ) -> None:
         patch.setenv(SCRIPT, json.dumps(script))
-        patch.setattr("stepahead.executor.process._GRACE_S", grace_s)
+        patch.setattr("stepahead.executor.process.GRACE_S", grace_s)
         variant = Variant(loop, "paper", depth=depth)
         settled = resolved(OPTIONS, variant)
         self.executor = ProcessExecutor(runner_spec(settled), 30.0, WORKER)
@@ -164,7 +164,7 @@ def test_a_worker_that_is_deaf_to_sigterm_is_killed_in_time(
     stage.start()
     assert stage.finish() < CLOSE_S + BUSY_S
     stage.listener.check("abort", right)
-    assert stage.executor._child._process.returncode == -signal.SIGKILL
+    assert stage.executor.child._process.returncode == -signal.SIGKILL
 
 
 def test_a_runner_that_raises_in_its_close_ends_all_the_same(
@@ -341,7 +341,7 @@ COMMAND = f"""
 {PATCHED}
 import stepahead.executor.process as process
 import stepahead.llm.interrupt as interrupt
-process._GRACE_S = 0.3
+process.GRACE_S = 0.3
 interrupt.STEP_S = 0.5
 from stepahead.cli.main import main
 main()

@@ -346,7 +346,7 @@ def test_close_is_bounded_even_if_the_worker_can_not_be_killed(
     executor = start({1: "hold 60"})
     executor.launch(plan_of(1))
     executor.launch(plan_of(2, np.zeros(LARGE // 4, np.int32)))
-    child = executor._child
+    child = executor.child
     with monkeypatch.context() as patch:
         patch.setattr(child, "stop", lambda grace_s: None)
         closing = threading.Thread(target=executor.close)

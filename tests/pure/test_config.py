@@ -14,6 +14,7 @@ from stepahead.config import (
     CHOICES,
     MAX_DEPTH,
     MAX_ROWS,
+    MAX_STAGES,
     EngineConfig,
     ModelFacts,
     _container_memory,

@@ -153,16 +153,16 @@ class Channel:
 
 def open_channel() -> tuple[Channel, tuple[int, int]]:
     """The host's end, and the descriptors (read, write) of the worker's."""
-    there, back = _pipe(), _pipe()
+    there, back = open_pipe(), open_pipe()
     for read_fd, _ in (there, back):
         with contextlib.suppress(OSError):  # a limit of the machine: then a thread sends more
             fcntl.fcntl(read_fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
     return Channel(back[0], there[1], os.dup(back[1])), (there[0], back[1])
 
 
-def _pipe() -> tuple[int, int]:
-    """A pipe whose descriptors are none of 0, 1 and 2: a program may have those closed, and the
-    worker's are set anew when it starts."""
+def open_pipe() -> tuple[int, int]:
+    """A pipe (read, write) whose descriptors are none of 0, 1 and 2: a program may have those
+    closed, and the worker's are set anew when it starts."""
     low = os.pipe()
     try:
         read_fd, write_fd = (fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3) for fd in low)

@@ -12,7 +12,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from weakref import WeakMethod
 
@@ -47,11 +48,20 @@ class Child:
     without close() would not close its pipes, which ends the worker.
     """
 
-    def __init__(self, fds: tuple[int, int], on_end: WeakMethod[Callable[[], None]]) -> None:
-        """Takes over `fds`, the child's end of the channel; OSError when nothing can start."""
+    def __init__(
+        self,
+        fds: tuple[int, int],
+        on_end: WeakMethod[Callable[[], None]],
+        more_fds: tuple[int, ...] = (),
+    ) -> None:
+        """Takes over `fds`, the child's end of the channel, and `more_fds`, which it has under the
+        same numbers; OSError when nothing can start."""
         started: Future[subprocess.Popen[bytes]] = Future()
         self._keeper = threading.Thread(
-            target=_keep, args=(fds, started, on_end), name="stepahead-worker-keeper", daemon=True
+            target=_keep,
+            args=(fds, more_fds, started, on_end),
+            name="stepahead-worker-keeper",
+            daemon=True,
         )
         self._keeper.start()
         self._process = started.result()
@@ -66,12 +76,21 @@ class Child:
         """Waits `grace_s` for it to end by itself, then asks, then kills; at most END_S more."""
         try:
             if not self.wait(grace_s):
-                self._process.terminate()
+                self.ask()
                 self.wait(_ASKED_S)
         finally:  # an impatient second Ctrl-C leaves nothing behind either
             if self._keeper.is_alive():
                 self._process.kill()
                 self.wait(_KILLED_S)
+
+    def ask(self) -> None:
+        """SIGTERM, unless it has ended."""
+        self._process.terminate()
+
+    @property
+    def code(self) -> int | None:
+        """What it ended with, a signal's number negative; None while it runs."""
+        return self._process.returncode
 
     def end(self) -> str:
         """How it ended, in words."""
@@ -81,6 +100,22 @@ class Child:
         if code >= 0:
             return f"exited with code {code}; its last words are on stderr"
         return f"was killed by {_signal_name(-code)}{_HINTS.get(-code, '')}"
+
+
+def stop_all(children: Sequence[Child], grace_s: float) -> None:
+    """Stops all as `Child.stop` does, in the time that it takes for one."""
+    deadline_s = time.monotonic() + grace_s
+    try:
+        for child in children:
+            if not child.wait(max(0.0, deadline_s - time.monotonic())):
+                break
+    finally:
+        for child in children:
+            if not child.wait(0):
+                child.ask()
+        # each has been asked by now, so they end side by side
+        for child in children:
+            child.stop(0)
 
 
 _HINTS: dict[int, str] = {
@@ -98,6 +133,7 @@ def _signal_name(number: int) -> str:
 
 def _keep(
     fds: tuple[int, int],
+    more_fds: tuple[int, ...],
     started: Future[subprocess.Popen[bytes]],
     on_end: WeakMethod[Callable[[], None]],
 ) -> None:
@@ -105,12 +141,12 @@ def _keep(
     # parent is to decide.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        process = _start(fds)
+        process = _start(fds, more_fds)
     except BaseException as error:  # else the caller would wait for ever
         started.set_exception(error)
         return
     finally:
-        for fd in fds:
+        for fd in (*fds, *more_fds):
             os.close(fd)
     started.set_result(process)
     process.wait()
@@ -123,14 +159,14 @@ def _keep(
 _SPIN_BRIEFLY = {"GOMP_SPINCOUNT": "1000"}
 
 
-def _start(fds: tuple[int, int]) -> subprocess.Popen[bytes]:
+def _start(fds: tuple[int, int], more_fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
     paths = [os.fspath(path) for path in sys.path]
     return subprocess.Popen(
         [sys.executable, "-P", "-c", _BOOT, *map(str, fds), *paths],
         stdin=subprocess.DEVNULL,
         stdout=_stderr(),  # what a model prints must not mix with the answers on stdout
         stderr=_stderr(),
-        pass_fds=fds,
+        pass_fds=(*fds, *more_fds),
         # a signal to our whole group (a terminal's, `timeout`'s) is ours to decide on: were it to
         # end the worker, what is under way would fail instead of ending in order
         start_new_session=True,

@@ -32,8 +32,18 @@ def step_failed(step: int, error: BaseException) -> StepFailed:
     return failure
 
 
+class RelayedFailure(StepFailed):
+    """A step failed in a stage before, which has told this one; `text` is as it was encoded."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(_parted(text)[0])
+        self.text = text
+
+
 def encode_step_failure(failure: StepFailed) -> str:
     """A step's failure as the text of `Result.error`."""
+    if isinstance(failure, RelayedFailure):
+        return failure.text
     return f"{failure}\n{_trace(failure.__cause__)}"
 
 

@@ -124,7 +124,8 @@ class InlineExecutor:
     def fail(self, step: int, error: BaseException) -> None:
         """`step` raised `error`: neither it nor any later step counts."""
         if not self.failure_at(step):
-            self._failed = (step, step_failed(step, error))
+            known = isinstance(error, StepFailed)  # a stage before this one has failed
+            self._failed = (step, error if known else step_failed(step, error))
 
     def close(self) -> None:
         """Closes the runner, when no call is inside it.  Idempotent, and raises nothing."""

@@ -5,15 +5,18 @@ Hands plans over and takes results back in order.  Knows no models and not what 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import threading
 from collections import deque
+from collections.abc import Callable
 from weakref import WeakMethod
 
-from stepahead.errors import EngineClosed, EngineError, RunnerDied
+from stepahead.errors import EngineClosed, EngineError, RunnerDied, StepaheadError
 from stepahead.executor.channel import Kind, open_channel
 from stepahead.executor.child import END_S, Child
+from stepahead.executor.ends import StageEnds
 from stepahead.executor.failures import decode_build_failure, decode_step_failure
 from stepahead.plan import (
     Control,
@@ -27,10 +30,12 @@ from stepahead.runner.spec import RunnerSpec
 
 # What a channel raises: the worker is gone, or another thread has closed the channel.
 _GONE = (EOFError, OSError, ValueError)
-_GRACE_S = 1.0  # a worker that is not in a forward needs half of it, most for unloading torch
+GRACE_S = 1.0  # a worker that is not in a forward needs half of it, most for unloading torch
 # The most that `close` takes, whatever the worker is at: a forward without an end, a copy that
 # never lands, a device that is gone.  No flight is waited for.
-CLOSE_S = _GRACE_S + END_S
+CLOSE_S = GRACE_S + END_S
+START_S = 600.0
+BUILDER = "stepahead.runner.build:build_runner"
 
 
 class ProcessFlight:
@@ -58,27 +63,36 @@ class ProcessExecutor:
     def __init__(
         self,
         spec: RunnerSpec,
-        start_timeout_s: float = 600.0,
-        builder: str = "stepahead.runner.build:build_runner",
+        start_timeout_s: float = START_S,
+        builder: str = BUILDER,
+        ends: StageEnds | None = None,
+        on_end: WeakMethod[Callable[[], None]] | None = None,
     ) -> None:
         """Starts the worker and waits until its runner stands.
 
         `builder` is the "module:function" that makes a runner of the spec, in the worker.  What it
         raises is raised here: ModelError, ConfigError and their kin as they are, all else as
         EngineError; RunnerDied when the worker did not live to say.
+
+        One of several stages is linked with others by its `ends`, which it takes over, tells
+        `on_end` when its process has ended, and is waited for by `await_runner`.
         """
+        self._on_end = on_end
+        more_fds = () if ends is None else ends.fds
         self._channel, fds = open_channel()
         self._flights: deque[ProcessFlight] = deque()
         self._closed = False
         self._closing = threading.Lock()  # taken by the first to close, for good
         self._owner = os.getpid()
         try:
-            self._child = Child(fds, WeakMethod(self._channel.hang_up))
+            self.child = Child(fds, WeakMethod(self._ended), more_fds)
         except BaseException:
             self._channel.close()
             raise
         try:
-            self._await_runner(spec, builder, start_timeout_s)
+            self._send_start(spec, builder, ends)
+            if ends is None:
+                self.await_runner(start_timeout_s)
         except BaseException:
             self.close()
             raise
@@ -86,16 +100,23 @@ class ProcessExecutor:
     @property
     def pid(self) -> int:
         """The worker's process."""
-        return self._child.pid
+        return self.child.pid
 
     def launch(self, plan: Plan) -> ProcessFlight:
         """Hands the plan over, whatever the worker is busy with; RunnerDied, EngineClosed."""
-        data = encode_plan(plan)
+        self.send(encode_plan(plan))
+        return self.flight(plan.step)
+
+    def send(self, data: bytes) -> None:
+        """Hands an encoded plan over."""
         try:
             self._channel.send(Kind.PLAN, data)
         except _GONE:
-            raise self._death() from None
-        flight = ProcessFlight(self, plan.step)
+            raise self.death() from None
+
+    def flight(self, step: int) -> ProcessFlight:
+        """The step whose plan was just handed over; its result will be received."""
+        flight = ProcessFlight(self, step)
         self._flights.append(flight)
         return flight
 
@@ -119,21 +140,36 @@ class ProcessExecutor:
         if os.getpid() != self._owner:
             return  # a forked child's copy: the worker is its parent's, and lives on
         try:
-            self._channel.send(Kind.CONTROL, encode_control(Control("shutdown")))
-        except OSError:
-            pass  # gone already
+            self.leave()
         finally:
-            self._child.stop(_GRACE_S)
-            self._channel.hang_up()  # nothing is left to wait for, whatever is still unsent
+            self.child.stop(GRACE_S)
+            self.hang_up()  # nothing is left to wait for, whatever is still unsent
             self._channel.close()
 
-    def _await_runner(self, spec: RunnerSpec, builder: str, timeout_s: float) -> None:
+    def leave(self) -> None:
+        """Asks the worker to leave, and waits for nothing: the first half of `close`."""
+        self._closed = True
+        with contextlib.suppress(OSError):  # gone already
+            self._channel.send(Kind.CONTROL, encode_control(Control("shutdown")))
+
+    def hang_up(self) -> None:
+        """Ends every wait for the worker; what it has sent before still counts."""
+        self._channel.hang_up()
+
+    def _ended(self) -> None:
+        self.hang_up()
+        if self._on_end is not None and (tell := self._on_end()) is not None:
+            tell()
+
+    def _send_start(self, spec: RunnerSpec, builder: str, ends: StageEnds | None) -> None:
         # pickle and not msgpack: the worker must see the very options an inline runner would
-        start = pickle.dumps((builder, spec))
         try:
-            self._channel.send(Kind.START, start)
+            self._channel.send(Kind.START, pickle.dumps((builder, spec, ends)))
         except _GONE:
-            raise self._death() from None
+            raise self.death() from None
+
+    def await_runner(self, timeout_s: float) -> None:
+        """Waits until the worker's runner stands."""
         if not self._channel.wait(timeout_s):
             raise EngineError(
                 f"the runner was not built within {timeout_s:g} s; "
@@ -143,16 +179,25 @@ class ProcessExecutor:
         if kind == Kind.BUILD_FAILED:
             raise decode_build_failure(payload)
 
+    def build_failure(self) -> StepaheadError | None:
+        """Why the runner could not be built, if the worker has said so by now."""
+        try:
+            kind, payload = self._channel.receive() if self._channel.wait(0) else (Kind.READY, b"")
+        except _GONE:
+            return None
+        return decode_build_failure(payload) if kind == Kind.BUILD_FAILED else None
+
     def _next_frame(self) -> tuple[int, bytes]:
         try:
             return self._channel.receive()
         except _GONE:
-            raise self._death() from None
+            raise self.death() from None
 
-    def _death(self) -> EngineError:
+    def death(self) -> EngineError:
+        """How the worker ended, or that the engine was closed; stops it if it is there still."""
         if self._closed:
             return EngineClosed("the engine was closed; start a new one")
-        self._child.stop(_GRACE_S)  # it may have closed its pipes before it is gone
+        self.child.stop(GRACE_S)  # it may have closed its pipes before it is gone
         return RunnerDied(
-            f"the runner's process {self.pid} {self._child.end()}; start the engine again"
+            f"the runner's process {self.pid} {self.child.end()}; start the engine again"
         )

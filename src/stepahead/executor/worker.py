@@ -14,18 +14,21 @@ import threading
 import traceback
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING
 
 from stepahead.errors import StepFailed
 from stepahead.executor.aside import Aside
 from stepahead.executor.channel import Channel, Kind
 from stepahead.executor.child import die_with_parent
-from stepahead.executor.failures import ANSWERED, encode_build_failure, encode_step_failure
+from stepahead.executor.ends import StageEnds, leave_with_neighbour
+from stepahead.executor.failures import (
+    ANSWERED,
+    RelayedFailure,
+    encode_build_failure,
+    encode_step_failure,
+)
 from stepahead.executor.inline import InlineExecutor, InlineFlight
 from stepahead.plan import NO_INTS, Plan, Result, decode_control, decode_plan, encode_result
-
-if TYPE_CHECKING:
-    from stepahead.runner.runner import Runner
+from stepahead.runner.spec import RunnerSpec
 
 # How long the output thread asks for the interpreter's lock before the main thread must let it go,
 # s. Python's 5 ms would keep a landed result back while a submit computes; and where that lets the
@@ -43,9 +46,9 @@ def main(read_fd: int, write_fd: int) -> None:
     channel = Channel(read_fd, write_fd)
     threading.Thread(target=_leave_with_host, args=(channel,), daemon=True).start()
     try:
-        runner = _build(channel)
-        if runner is not None:
-            Worker(channel, InlineExecutor(runner)).run()
+        worker = _build(channel)
+        if worker is not None:
+            worker.run()
         channel.close()
     except BaseException as error:
         if not isinstance(error, EOFError | BrokenPipeError):  # the host is gone
@@ -58,23 +61,50 @@ def _leave_with_host(channel: Channel) -> None:
     os._exit(1)  # the main thread may be in a long forward
 
 
-def _build(channel: Channel) -> Runner | None:
+def _build(channel: Channel) -> Worker | None:
     _, payload = channel.receive()
-    builder, spec = pickle.loads(payload)
+    builder, spec, ends = pickle.loads(payload)
     module, name = builder.split(":")
+    stage = None if ends is None else _Stage(spec, ends)
+    links = () if stage is None else (stage.links,)
     try:
-        runner = getattr(import_module(module), name)(spec)
+        runner = getattr(import_module(module), name)(spec, *links)
     except ANSWERED as error:
         channel.send(Kind.BUILD_FAILED, encode_build_failure(error))
         return None
     channel.send(Kind.READY, b"")
-    return runner
+    return Worker(channel, InlineExecutor(runner), stage)
+
+
+class _Stage:
+    """What a worker is that has one of several stages: where it stands, and its links."""
+
+    def __init__(self, spec: RunnerSpec, ends: StageEnds) -> None:
+        from stepahead.executor.links import stage_links  # torch comes with it
+
+        threading.Thread(target=leave_with_neighbour, args=(ends,), daemon=True).start()
+        self.links = stage_links(ends)
+        self._name = f"stage {spec.stage + 1} of {spec.stages}"
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it has results; others say at most that a step has failed, to the next."""
+        return self.links.states_out is None
+
+    def named(self, failure: StepFailed) -> str:
+        """The failure as text, with the name of the stage where it happened."""
+        text = encode_step_failure(failure)
+        return text if isinstance(failure, RelayedFailure) else f"{self._name}: {text}"
 
 
 class Worker:
     """Runs plans in order until it is told to stop."""
 
-    def __init__(self, channel: Channel, executor: InlineExecutor) -> None:
+    def __init__(
+        self, channel: Channel, executor: InlineExecutor, stage: _Stage | None = None
+    ) -> None:
+        """`stage`: which of several, None for a model in one piece."""
+        self._stage = stage
         self._channel = channel
         self._executor = executor
         self._output = Aside("stepahead-output")
@@ -102,11 +132,17 @@ class Worker:
             self._output.put(partial(self._answer_or_die, plan.step, flight))
 
     def _answer(self, step: int, flight: InlineFlight) -> None:
+        stage = self._stage
         try:
             result = flight.land()
         except StepFailed as failure:
-            result = Result(step, NO_INTS, error=encode_step_failure(failure))
-        self._channel.send(Kind.RESULT, encode_result(result))
+            text = encode_step_failure(failure) if stage is None else stage.named(failure)
+            result = Result(step, NO_INTS, error=text)
+        if stage is None or stage.is_last:
+            self._channel.send(Kind.RESULT, encode_result(result))
+        elif result.error:
+            assert stage.links.states_out is not None
+            stage.links.states_out.fail(step, result.error)
 
     def _answer_or_die(self, step: int, flight: InlineFlight) -> None:
         try:

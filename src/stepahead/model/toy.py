@@ -83,7 +83,7 @@ class ToyModel:
         return mix(inputs.token_ids_dev * _signed(A) + inputs.positions_dev * _signed(B))
 
     def run(self, cells: Tensor, inputs: StepInputs, kv: ToyKV) -> Tensor:
-        """Keeps the step's cells int64[T]; what the context's add to each token's state, int64[T]."""
+        """Keeps the step's cells, int64[T]; what each token's context adds up to, int64[T]."""
         kv.pages_dev.view(-1)[inputs.cells_dev] = cells
         states = [self._decode(inputs, kv)] if inputs.n_decode else []
         states += [self._chunk(chunk, kv) for chunk in inputs.chunks]

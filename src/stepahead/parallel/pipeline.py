@@ -2,13 +2,13 @@
 
 A pass over the model, before it has memory: what a stage has no part in is never loaded.  A part
 has the interface of a model, but for what comes in and goes out: the first takes tokens, the others
-the hidden states of the part before (`StepInputs.states_dev`), and only the last gives what `logits`
-takes.  Knows no processes and not how the states travel.
+the hidden states of the part before (`StepInputs.states_dev`), and only the last gives what
+`logits` takes.  Knows no processes and not how the states travel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -36,9 +36,10 @@ def layers_of(num_layers: int, stage: int, stages: int) -> range:
 class Layers(nn.Module):
     """Some layers of a model, by their numbers in the whole."""
 
-    def __init__(self, layers: dict[int, Layer]) -> None:
+    def __init__(self, layers: Mapping[int, nn.Module]) -> None:
         super().__init__()
         for place, (number, layer) in enumerate(layers.items()):
+            assert isinstance(layer, Layer)
             layer.attention.layer = place  # in a pool that has these layers only
             self.add_module(str(number), layer)
 
@@ -52,13 +53,13 @@ class Layers(nn.Module):
 def cut_llama(model: Llama, stage: int, stages: int) -> None:
     """Takes out of a model without memory what stage `stage` of `stages` has no part in."""
     mine = layers_of(model.spec.num_layers, stage, stages)
-    model.layers = Layers({number: model.layers[number] for number in mine})
+    model.add_module("layers", Layers({number: model.layers[number] for number in mine}))
     is_first, is_last = stage == 0, stage == stages - 1
     if not is_first and not (is_last and model.spec.tied_head):  # else it is the head, too
-        model.embed = nn.Identity()
+        model.add_module("embed", nn.Identity())
     if not is_last:
-        model.norm = nn.Identity()
-        model.head = nn.Identity()
+        model.add_module("norm", nn.Identity())
+        model.add_module("head", nn.Identity())
 
 
 class LlamaPart:
@@ -75,6 +76,7 @@ class LlamaPart:
         """Hidden states [T, hidden] for the next part; of the last one, normed."""
         model = self.model
         x = model.embed(inputs.token_ids_dev) if self._is_first else inputs.states_dev
+        assert x is not None, "the states of the part before did not come"
         x = model.run(x, inputs, kv)
         return model.norm(x) if self._is_last else x
 

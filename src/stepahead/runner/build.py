@@ -9,17 +9,22 @@ import torch
 from stepahead.device.base import Device
 from stepahead.device.eager import EagerDevice
 from stepahead.device.hostile import HostileDevice
+from stepahead.runner.hand_over import Links
 from stepahead.runner.runner import Runner
 from stepahead.runner.spec import RunnerSpec
 
 
-def build_runner(spec: RunnerSpec) -> Runner:
-    """Loads the model, takes the memory, and is ready to launch; ModelError when it can't be."""
+def build_runner(spec: RunnerSpec, links: Links | None = None) -> Runner:
+    """Loads the model, takes the memory, and is ready to launch; ModelError when it can't be.
+
+    With `links` it is the runner of the spec's stage, and the factory gives a part of the model.
+    """
     torch.set_num_threads(spec.threads)
     device = build_device(spec)
     module, function = spec.factory.split(":")
-    model = getattr(import_module(module), function)(**spec.options)
-    return Runner(model, device, spec, model.vocab_size)
+    part = {} if links is None else {"stage": spec.stage, "stages": spec.stages}
+    model = getattr(import_module(module), function)(**spec.options, **part)
+    return Runner(model, device, spec, model.vocab_size, links)
 
 
 def build_device(spec: RunnerSpec) -> Device:

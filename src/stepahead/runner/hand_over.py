@@ -2,9 +2,9 @@
 
 A stage's forward takes the hidden states that the one before it has left, and leaves its own.  The
 last one samples, and leaves the tokens for all others: the first needs them as inputs, and all must
-know which rows are dead.  They are due S steps later, for no row is planned again before that; until
-then a step in between neither waits for them nor sees them.  Where the host brings all tokens (no
-more than S steps in the air) nothing goes back, and no row ends with a step of its own in the air.
+know which rows are dead.  They are due S steps later, for no row is planned again before that; a
+step in between neither waits for them nor sees them.  Where the host brings all tokens (no more
+than S steps in the air) nothing goes back, and no row ends with a step of its own in the air.
 
     stage 0   [ step n ]  [ n+1 ]  [ n+2 ] < tokens of n
     stage 1             \\ [ n   ]  [ n+1 ]
@@ -45,6 +45,10 @@ class Link(Protocol):
 
     def sent(self, step: int, event: Event) -> None:
         """The sender's host: the tensor is there when the event has passed."""
+        ...
+
+    def fail(self, step: int, text: str) -> None:
+        """The step has failed, and there will be no tensor of it; taking it raises."""
         ...
 
     def wait(self, step: int, device: Device) -> None:
@@ -103,12 +107,16 @@ class HandOver:
 
     # --- before the model -------------------------------------------------------------------
 
-    def arrive(self, plan: Plan, staged: Staged) -> list[Tensor]:
-        """Enqueues what the step's forward needs of other stages; the hidden states [T, hidden]
-        will be the list's only element, none on the first stage."""
+    def arrive(self, plan: Plan, staged: Staged, arrived: list[Tensor]) -> Sampled | None:
+        """Enqueues what the step's forward needs of other stages.
+
+        The hidden states [T, hidden] will be the only element of `arrived`; none come to the first
+        stage.  Returns the earlier step whose tokens come back before this one: what that was
+        staged in is read once more.
+        """
+        due = None
         if self._links.tokens_in is not None:
-            self._take_back(self._links.tokens_in, plan, staged)
-        arrived: list[Tensor] = []
+            due = self._take_back(self._links.tokens_in, plan, staged)
         link, step = self._links.states_in, staged.step
         if link is not None:
             link.wait(step, self._device)
@@ -118,17 +126,18 @@ class HandOver:
                 (link.memory(step),),
                 (f"arrived {step}",),
             )
-        return arrived
+        return due
 
-    def _take_back(self, link: Link, plan: Plan, staged: Staged) -> None:
+    def _take_back(self, link: Link, plan: Plan, staged: Staged) -> Sampled | None:
         joined = [join.slot for join in plan.joins]
         for sampled in self._due if joined else ():
             sampled.lost |= np.isin(sampled.slots, joined)
-        if len(self._due) == self._stages and len((due := self._due.popleft()).slots):
+        due = self._due.popleft() if len(self._due) == self._stages else None
+        if due is not None and len(due.slots):
             self._enqueue_tokens(link, due)
-        step = staged.inputs
-        ends = staged.group.ends
+        step, ends = staged.inputs, staged.group.ends
         self._due.append(Sampled(staged.step, step.slots, step.slots_dev, ends, staged.blocks))
+        return due
 
     def _enqueue_tokens(self, link: Link, due: Sampled) -> None:
         link.wait(due.step, self._device)

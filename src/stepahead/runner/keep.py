@@ -33,6 +33,12 @@ class KeepAlive:
         self._steps.append((names, tensors))
         self.hold(*names)
 
+    def also(self, names: tuple[str, ...], tensors: Any) -> None:
+        """The newest step uses these, too."""
+        before, kept = self._steps[-1]
+        self._steps[-1] = (*before, *names), (kept, tensors)
+        self.hold(*names)
+
     def hold(self, *names: str) -> None:
         """The blocks stay until they are dropped as often as they are held."""
         self._uses.update(names)

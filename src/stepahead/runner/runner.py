@@ -186,9 +186,9 @@ class Runner:
         staged = self._stager.stage(plan)
         self._write_pages(staged)
         device.wait(Stream.FORWARD, device.record(Stream.SCHEDULE))
-        box = StepBox()
+        box, due = StepBox(), None
         if self._hand_over is not None:
-            box.arrived = self._hand_over.arrive(plan, staged)
+            due = self._hand_over.arrive(plan, staged, box.arrived)
         start = device.record(Stream.FORWARD)
         graphs = self._graphs
         if (
@@ -204,6 +204,8 @@ class Runner:
         if self._hand_over is not None:
             self._hand_over.sent(staged, end)
         self._keep.step(staged.blocks, (staged, box))
+        if due is not None:
+            self._keep.also(due.blocks, due)
         device.wait(Stream.COPY, end)
         return self._copy_out(staged, box, start, end)
 
@@ -224,10 +226,14 @@ class Runner:
             (*blocks, *arrived, "pages", "slots", "relay", "kv"),
             ("slots", "relay", "kv", f"states {step}"),
         )
-        rest = self._pass_on_work(staged, box) if not self._last else Work(
-            partial(self._run_sampler, staged, box),
-            (*blocks, "slots", "relay", "counts", f"states {step}"),
-            ("slots", "relay", "counts", f"results {step}", *self._given(step)),
+        rest = (
+            self._pass_on_work(staged, box)
+            if not self._last
+            else Work(
+                partial(self._run_sampler, staged, box),
+                (*blocks, "slots", "relay", "counts", f"states {step}"),
+                ("slots", "relay", "counts", f"results {step}", *self._given(step)),
+            )
         )
         device.enqueue(Stream.FORWARD, first.fn, first.reads, first.writes)
         if self._fence.fine:

@@ -21,7 +21,8 @@ class RunnerSpec:
     fence      fine or coarse
     check      consume-once poison in the relay and other cheap traps
     stages     parts that the model is cut into; this runner has part `stage`
-    state_bytes  most that a stage hands to the next in a step
+    step_tokens  most positions computed in a step
+    state_bytes  of one of them, as a stage hands it to the next
     """
 
     factory: str
@@ -41,4 +42,5 @@ class RunnerSpec:
     check: bool = False
     stages: int = 1
     stage: int = 0
+    step_tokens: int = 0
     state_bytes: int = 0
