@@ -36,3 +36,22 @@ class SleepModel:
     def logits(self, hidden: Tensor) -> Tensor:
         """float32[R, vocab], the same for every row."""
         return self._row.repeat(len(hidden), 1)
+
+
+class SleepPart:
+    """A stage of one: its part of the forward lasts `stage_ms`."""
+
+    def __init__(self, stage_ms: float, stage: int, stages: int, vocab_size: int = 128) -> None:
+        self.vocab_size = vocab_size
+        self._whole = SleepModel(stage_ms, vocab_size)
+
+    def new_kv(self, num_pages: int, page_size: int) -> None:
+        """It remembers nothing."""
+
+    def __call__(self, inputs: StepInputs, kv: None) -> Tensor:
+        """Sleeps; float32[T, 1]."""
+        return self._whole(inputs, kv)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32[R, vocab], the same for every row."""
+        return self._whole.logits(hidden)
