@@ -9,16 +9,28 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from msgspec.structs import replace as replace_params
 
 from closed_form import complete
-from engines import Variant, toy_engine, toy_of
+from engines import Variant, resolved, runner_spec, toy_engine, toy_of
 from harness import Client, check, differences, exactly, play
 from matrix import CELLS
+from stages import stage_devices, stages_runner
+from stepahead.device.hostile import HostileModes
+from stepahead.executor.inline import InlineExecutor
+from stepahead.model.batch import StepInputs
+from stepahead.model.toy import ToyKV
+from stepahead.parallel.pipeline import ToyPart
+from stepahead.runner.spec import RunnerSpec
 from stepahead.sync import SyncReason
 from stepahead.types import SamplingParams
 from workloads import Ask, Workload
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SHARDS = 6
 TRACES = 30  # a shard
@@ -94,4 +106,46 @@ def test_over_stages_a_steady_step_waits_for_nothing_and_sends_nothing() -> None
     assert sum(c.copies for c in counts.uploads.values()) == before > 0
     assert dict(counts.syncs) == waits == {}
     assert engine.syncs.steps(SyncReason.PIPELINE) <= 1  # after the prompts, which came in one step
+    engine.close()
+
+
+class Spy(ToyPart):
+    """Counts the decode rows that write to the padding page."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.padded = 0
+
+    def __call__(self, inputs: StepInputs, kv: ToyKV) -> Tensor:
+        """Looks, then computes."""
+        self.padded += int((inputs.cells_dev[: inputs.n_decode] == 0).sum())
+        return super().__call__(inputs, kv)
+
+
+@pytest.mark.parametrize(("stages", "depth", "wasted"), [(2, 3, 1), (2, 5, 2), (3, 4, 1)])
+def test_over_stages_a_dead_row_writes_nothing_on_any_stage(
+    stages: int, depth: int, wasted: int
+) -> None:
+    options = {"vocab_size": 64, "max_model_len": 64, "page_size": 4, "max_rows": stages}
+    options |= {"num_pages": 60}
+    prompt = [9, 4, 33]
+    endless = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    stop = complete(toy_of(options), prompt, endless, 0).tokens[9]
+    variant = Variant("batch-queue", depth=depth, stages=stages)
+    spies: list[Spy] = []
+
+    def spy(one: RunnerSpec) -> Spy:
+        spies.append(Spy(stage=one.stage, stages=stages, **one.options))
+        return spies[-1]
+
+    spec = runner_spec(resolved(options, variant))
+    runner = stages_runner(spec, stage_devices(spec, False, HostileModes()), spy)
+    engine = toy_engine(options, variant, executor=InlineExecutor(runner))
+    engine.add(prompt, replace_params(endless, stop_token_ids=[stop]))
+    for row in range(1, stages):  # so that the queue is full
+        engine.add([20 + row, 3], endless)
+    while engine.has_work:
+        engine.step()
+    assert engine.scheduler.life.counters.overshoot_rows == wasted
+    assert [one.padded for one in spies] == [wasted] * stages
     engine.close()
