@@ -51,7 +51,7 @@ MUTATIONS = [
         "scheduler/rows.py",
         "        if rows.count or not self._rows.count:\n",
         "        if True:\n",
-        _PAPER + "test_every_client_hears_the_same_over_any_stages_at_any_depth[0]",
+        _PAPER + "test_short_of_pages_for_those_whose_turn_it_is_the_others_go_on",
     ),
     Mutation(
         "a token on its way through the stages is no reason",

@@ -145,13 +145,18 @@ def test_a_stop_wastes_a_row_for_each_round_that_is_in_the_air(stages: int, dept
     assert counters.overshoot_rows == (depth - 1) // stages
 
 
-def test_short_of_pages_for_those_whose_turn_it_is_the_others_go_on() -> None:
-    options = {"page_size": 1, "num_pages": 22, "max_rows": 6, "max_step_tokens": 12}
-    for stages in (2, 3):
-        asks = [Ask(0, (2 + i, 3), greedy(10)) for i in range(6)]
-        watch = Watch(staged(stages), **options).play(asks)
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("depth", [0, 8])
+def test_short_of_pages_for_those_whose_turn_it_is_the_others_go_on(
+    stages: int, depth: int
+) -> None:
+    # the youngest, whom nobody yields to, may be the one who has waited longest
+    for num_pages in range(11, 20):
+        short = {"page_size": 1, "num_pages": num_pages, "max_rows": stages}
+        asks = [Ask(0, (2 + i, 3), greedy(10)) for i in range(stages)]
+        watch = Watch(staged(stages, depth), **short).play(asks)
         assert watch.engine.scheduler.life.counters.preemptions > 0
-        assert sum(map(len, watch.sampled)) == 60
+        assert sum(map(len, watch.sampled)) == 10 * stages
 
 
 # --- options --------------------------------------------------------------------------------

@@ -51,6 +51,7 @@ class ProcessLink:
         self._place_bytes = end.place_bytes
         self._depth = end.depth
         self._mapping = mmap.mmap(end.memory_fd, end.place_bytes * end.depth)
+        os.close(end.memory_fd)  # the mapping has a descriptor of its own
         self._memory = torch.frombuffer(self._mapping, dtype=torch.uint8)
 
     def memory(self, step: int) -> str:
