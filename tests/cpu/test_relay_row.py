@@ -123,3 +123,23 @@ def test_a_steady_queue_sends_no_map() -> None:
     steady = [one for one, plan in zip(routes, plans, strict=True) if plan.same_rows]
     assert len(steady) > 20
     assert all(one.index_dev is None and one.tokens_dev is None for one in steady)
+
+
+def test_over_stages_a_row_is_found_by_its_age_among_the_tokens_that_are_back() -> None:
+    """Three stages: a step's tokens come back before the third step after it."""
+    relay = RowRelay(16, 6, True, torch.device("cpu"), lag=3)
+    turns = [[1, 2], [3], [4, 5, 6], [2], [1, 3], [6, 4], [2, 5]]  # 1 and 5 sit a plan out
+    sampled: list[list[int]] = []
+    for step, rows in enumerate(turns):
+        if step >= 3:
+            slots = sampled[step - 3]
+            left = torch.tensor([100 * (step - 3) + slot for slot in slots])
+            relay.stash(upload(np.array(slots)), left)
+        ready = np.array(rows if step >= 3 else [], np.int64)
+        route = relay.route(ready, upload(ready), np.array(rows, np.int64), None, upload)
+        last = [max(n for n, slots in enumerate(sampled) if slot in slots) for slot in ready]
+        expected = [100 * n + slot for n, slot in zip(last, ready.tolist(), strict=True)]
+        assert relay.resolve(route).tolist() == expected
+        sampled.append(rows)
+    with pytest.raises(AssertionError, match="still on its way"):
+        relay.route(np.array([5]), upload(np.array([5])), np.array([5]), None, upload)

@@ -109,7 +109,8 @@ MUTATIONS = [
         "runner/relay/row.py",
         "np.cumsum([*self._sizes][lag - 1 :])",
         "np.cumsum([*self._sizes])",
-        _HEARS,
+        "tests/cpu/test_relay_row.py::"
+        "test_over_stages_a_row_is_found_by_its_age_among_the_tokens_that_are_back",
     ),
     Mutation(
         "a slot's new owner dies of the old one's stop token",
