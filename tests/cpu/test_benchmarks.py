@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from stepahead.sim import host_cost, overhead, overlap
+from stepahead.sim import host_cost, overhead, overlap, pipeline
 
 
 def shown(table: Any) -> str:
@@ -68,3 +68,21 @@ def test_the_near_free_engine_runs_with_each_loop() -> None:
         assert overhead.run(loop, 2, 3) > 0
     step = {"serial": 1.0, "overlap": 0.5}
     assert "0.5" in shown(overhead.table({"step_ms": {"1": step, "32": step, "256": step}}))
+
+
+def test_two_sleeping_stages_step_no_faster_than_each_alone() -> None:
+    # each step sleeps 4 ms in a stage; both at once, a step lasts no less than that
+    rate = pipeline.run(stages=2, depth=3, steps=10, stage_ms=4.0, host_ms=0.0)
+    assert 0 < rate < 1e3 / 4.0 * 13 / 10  # three may have been in the air before
+
+
+def test_the_pipeline_table_shows_shares_of_what_is_possible(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pipeline, "run", lambda stages, depth, steps: 10.0 * depth)
+    found = pipeline.measure(runs=1)
+    by_case = {(case["stages"], case["depth"]): case for case in found["cases"]}
+    assert set(by_case) == {(1, 1), (1, 2), (2, 1), (2, 2), (2, 3), (3, 1), (3, 3), (3, 4)}
+    assert by_case[3, 4]["bound_per_s"] == 50.0  # F = 20 ms, with every stage busy
+    assert by_case[3, 3]["bound_per_s"] == 45.45  # 3 / (3 F + H), H = 6 ms
+    assert "0.800" in shown(pipeline.table(found))

@@ -87,6 +87,10 @@ class Child:
         """SIGTERM, unless it has ended."""
         self._process.terminate()
 
+    def kill(self) -> None:
+        """SIGKILL, unless it has ended."""
+        self._process.kill()
+
     @property
     def code(self) -> int | None:
         """What it ended with, a signal's number negative; None while it runs."""
@@ -103,19 +107,21 @@ class Child:
 
 
 def stop_all(children: Sequence[Child], grace_s: float) -> None:
-    """Stops all as `Child.stop` does, in the time that it takes for one."""
-    deadline_s = time.monotonic() + grace_s
+    """Stops all as `Child.stop` does, side by side: in the time that it takes for one."""
     try:
-        for child in children:
-            if not child.wait(max(0.0, deadline_s - time.monotonic())):
-                break
+        if not _all_gone(children, grace_s):
+            for child in children:
+                child.ask()
+            _all_gone(children, _ASKED_S)
     finally:
         for child in children:
-            if not child.wait(0):
-                child.ask()
-        # each has been asked by now, so they end side by side
-        for child in children:
-            child.stop(0)
+            child.kill()
+        _all_gone(children, _KILLED_S)
+
+
+def _all_gone(children: Sequence[Child], timeout_s: float) -> bool:
+    deadline_s = time.monotonic() + timeout_s
+    return all(child.wait(max(0.0, deadline_s - time.monotonic())) for child in children)
 
 
 _HINTS: dict[int, str] = {

@@ -64,7 +64,8 @@ class PipelineExecutor:
         try:
             for stage in range(spec.stages):
                 one = replace(spec, stage=stage)
-                self._stages.append(ProcessExecutor(one, 0, builder, ends.pop(0), tell))
+                mine = ends.pop(0)
+                self._stages.append(ProcessExecutor(one, builder=builder, ends=mine, on_end=tell))
         finally:
             close_ends(ends)
 

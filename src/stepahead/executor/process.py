@@ -65,6 +65,7 @@ class ProcessExecutor:
         spec: RunnerSpec,
         start_timeout_s: float = START_S,
         builder: str = BUILDER,
+        *,
         ends: StageEnds | None = None,
         on_end: WeakMethod[Callable[[], None]] | None = None,
     ) -> None:

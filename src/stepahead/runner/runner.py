@@ -157,8 +157,11 @@ class Runner:
         self._keep = KeepAlive(device, spec.depth)
         self._fence = Fence(device, spec.fence == "fine" and getattr(model, "fine_fence", False))
         self._lengths = HostLengths(device) if getattr(model, "host_lengths", False) else None
-        self._graphs = capture_decode(
-            device, model, self._kv, self._slots, spec.page_size, spec.max_rows
+        # what a stage hands over is not captured
+        self._graphs = (
+            capture_decode(device, model, self._kv, self._slots, spec.page_size, spec.max_rows)
+            if links is None
+            else None
         )
         # nothing of its own is in the air when a row ends whose tokens the host brings
         ahead = spec.depth > spec.stages
