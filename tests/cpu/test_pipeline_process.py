@@ -25,7 +25,7 @@ from stepahead.config import ModelFacts, config_from
 from stepahead.engine import Engine
 from stepahead.errors import ConfigError, EngineError, RunnerDied, StepaheadError, WeightError
 from stepahead.executor.pipeline import PipelineExecutor
-from stepahead.executor.process import CLOSE_S
+from stepahead.llm.offline import LLM
 from stepahead.text.texts import ToyTexts
 from stepahead.types import SamplingParams
 from workloads import Workload, workload
@@ -144,6 +144,22 @@ def test_over_processes_a_llama_from_its_files_says_the_same(tmp_path: Path) -> 
     assert {len(tokens) for tokens in answers[0]} == {12}
 
 
+def test_an_llm_takes_stages_by_either_name_and_tells_what_it_settled() -> None:
+    params = SamplingParams(max_tokens=9, temperature=0.0, logprobs=2)
+    prompts = [[3 + i, 4, 5] for i in range(4)]
+    options = {"loop": "batch-queue", "max_rows": 4, "num_pages": 40, "max_model_len": 64}
+    with LLM("toy", executor="inline", **options) as llm:
+        right = llm.generate(prompts, params)
+    with LLM("toy", pipeline_parallel_size=2, **options) as llm:
+        assert "pipeline_stages=2" in llm.settings
+        assert "depth=3: a step for each stage, and one that waits for the first" in llm.settings
+        told = llm.generate(prompts, params)
+    for one, other in zip(right, told, strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+        assert one.outputs[0].logprobs == other.outputs[0].logprobs
+        assert one.outputs[0].finish_reason == other.outputs[0].finish_reason
+
+
 # --- failures -------------------------------------------------------------------------------
 
 
@@ -245,7 +261,7 @@ def test_close_with_flights_in_all_stages_takes_no_longer_than_one(start: Start,
     assert {end.reason for end in listener.ends.values()} <= {"abort", "length"}
     assert len(listener.ends) == len(listener.prompts)
     listener.check_at_rest()
-    assert took_s < 10 * CLOSE_S  # not three times sixty seconds
+    assert took_s < HANG_S
 
 
 def test_stages_leave_with_an_executor_that_is_dropped() -> None:

@@ -235,7 +235,7 @@ class Scheduler:
         launched = Launched(rows, chunks, ending, generations)
         self._launched.append(launched)
         if self._turns is not None:
-            self._turns.took(rows, chunks[chunks[:, 3] > 0, 0], step)
+            self._turns.took(rows, chunks[chunks[:, 3] > 0, 0] if len(chunks) else NO_INTS, step)
         else:
             self._again = None if len(chunks) else launched
         same = rows is self._sent_rows[0]
