@@ -46,6 +46,22 @@ MUTATIONS = [
         _PAPER + "test_every_client_hears_the_same_over_any_stages_at_any_depth[0]",
     ),
     Mutation(
+        "rows that take turns do not stand",
+        "columns that move with every step of a round",
+        "scheduler/table.py",
+        "        elif (turn := self._turn_of(rows)) is not None:\n",
+        "        elif (turn := None) is not None:\n",
+        _PAPER + "test_in_a_steady_round_nothing_moves_in_the_columns",
+    ),
+    Mutation(
+        "a round ends with its steps outside the columns",
+        "tokens that nobody has",
+        "scheduler/table.py",
+        "        self.fold()\n        self._turns = tuple",
+        "        self._turns = tuple",
+        _PAPER + "test_every_client_hears_the_same_over_any_stages_at_any_depth[0]",
+    ),
+    Mutation(
         "those who lack pages keep the others from their turn",
         "an engine that stands still",
         "scheduler/rows.py",

@@ -102,6 +102,25 @@ def test_a_steady_round_takes_each_row_once_and_is_sent_once(stages: int) -> Non
     watch.engine.close()
 
 
+@pytest.mark.parametrize(("stages", "depth"), [(2, 0), (3, 0), (3, 3), (3, 2)])
+def test_in_a_steady_round_nothing_moves_in_the_columns(stages: int, depth: int) -> None:
+    watch = Watch(staged(stages, depth), page_size=64)
+    for row in range(2 * stages):
+        watch.engine.add([2 + row, 3], greedy(40))
+    for _ in range(6 * stages):
+        watch.engine.step()
+    table = watch.engine.scheduler.table
+    table.fold()
+    before = table._frontier.copy()
+    for _ in range(2 * stages):
+        watch.engine.step()
+    assert (table._frontier == before).all()
+    moved = (table.folded()[0] - before[0])[1 : 2 * stages + 1].tolist()
+    turns = min(stages, watch.engine._core.depth)
+    assert moved == [2 * stages // turns] * 2 * stages
+    watch.engine.close()
+
+
 @pytest.mark.parametrize(("stages", "rows"), [(2, 1), (3, 1), (3, 2), (4, 3)])
 def test_fewer_rows_than_stages_wait_for_their_tokens_and_are_counted(
     stages: int, rows: int

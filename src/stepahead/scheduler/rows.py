@@ -60,6 +60,7 @@ class DecodeRows:
         self._turns = turns
         self._rows = NOBODY
         self._until_length = self._until_grant = _FAR
+        self._countdowns: dict[int, tuple[int, int]] = {}  # of a round's rows, by their set
 
     def select(self, grants: list[np.ndarray], step: int) -> RowSet:
         """The rows that can decode in plan `step`; what pages they were given is added to
@@ -73,7 +74,7 @@ class DecodeRows:
         return self._grant(grants)
 
     def _take_turn(self, turns: Turns, grants: list[np.ndarray], step: int) -> RowSet:
-        self._look_at(turns.rows(step))
+        self._look_again(turns.rows(step), turns.steady)
         rows = self._rows if self._until_grant > 0 else self._grant(grants)
         if rows.count or not self._rows.count:
             return rows
@@ -103,6 +104,16 @@ class DecodeRows:
         rows = table.rows(table.decoding.nonzero()[0])
         table.stand(rows)
         self._look_at(rows)
+
+    def _look_again(self, rows: RowSet, steady: bool) -> None:
+        """As `_look_at`, but for the rows of a steady round, whose countdowns have gone on."""
+        if not steady:
+            self._countdowns.clear()
+        if (found := self._countdowns.get(id(rows))) is None:
+            self._look_at(rows)
+        else:
+            self._rows = rows
+            self._until_length, self._until_grant = found
 
     def _look_at(self, rows: RowSet) -> None:
         self._rows = rows
@@ -182,6 +193,8 @@ class DecodeRows:
         table.launch(rows)
         self._until_grant -= 1
         self._until_length -= 1
+        if self._turns is not None:
+            self._countdowns[id(rows)] = self._until_length, self._until_grant
         if self._until_length > 0:
             return ()
         ending = rows.slots[table.budget[rows.at] == 0]

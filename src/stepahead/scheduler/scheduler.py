@@ -211,6 +211,8 @@ class Scheduler:
         table, at = self.table, rows.at
         if self.limits.relay == "host":
             return table.newest(rows)
+        if self._turns is not None and table.flying(rows):
+            return None
         # a row without a sample in flight was left out for a while: the ring may not reach back
         known = table.promised[at] == 0
         return np.where(known, table.last[at], -1).astype(np.int32) if known.any() else None

@@ -12,12 +12,13 @@ Frontiers of a slot, in positions of its sequence:
 **The standing rows.**  In steady decode the same rows are launched and land again and again.  Of
 these steps only the launches are counted and the tokens kept; nothing moves in the columns until
 somebody looks at one that would have moved.  Looking is what brings them up to date (`fold`), so
-there is no way to see them behind.
+there is no way to see them behind.  Rows that take turns stand side by side, a set for each turn.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,6 +72,17 @@ def row_set(slots: np.ndarray, rids: np.ndarray) -> RowSet:
 NOBODY = row_set(np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
+class _Turn:
+    """Rows that stand beside others, with which they take turns; and what is not in the columns."""
+
+    __slots__ = ("kept", "launches", "rows")
+
+    def __init__(self, rows: RowSet) -> None:
+        self.rows = rows
+        self.launches = 0
+        self.kept: list[np.ndarray] = []
+
+
 class Table:
     """Columns by slot.  Slot 0 is padding.  Slots are handed out lowest first, so that the rows
     in use lie close together and columns are used as slices, not gathers.
@@ -91,6 +103,7 @@ class Table:
         self._standing = NOBODY
         self._launches = 0
         self._kept: list[np.ndarray] = []  # int32[n] tokens of each landed step
+        self._turns: tuple[_Turn, ...] = ()
         self.covered = np.zeros(num_slots, np.int32)
         self.limit = np.zeros(num_slots, np.int32)  # positions that will ever be computed
         self.deaf = np.zeros(num_slots, np.bool_)  # ended: what still lands is not for it
@@ -155,6 +168,8 @@ class Table:
 
     def fold(self) -> None:
         """Brings the columns and the mirror up to date with the standing rows' steps."""
+        for turn in self._turns:
+            self._fold_turn(turn)
         if not (self._launches or self._kept):
             return
         rows, launches, kept = self._standing, self._launches, [*self._kept]
@@ -164,11 +179,24 @@ class Table:
         if kept:
             self._append(rows.at, rows.slots, kept)
 
+    def _fold_turn(self, turn: _Turn) -> None:
+        rows, launches, kept = turn.rows, turn.launches, [*turn.kept]
+        if not (launches or kept):
+            return
+        turn.launches = 0
+        turn.kept.clear()
+        self._frontier[:, rows.span] += _moved(launches, len(kept)) * rows.ones
+        if kept:
+            self._append(rows.at, rows.slots, kept)
+
     def folded(self) -> np.ndarray:
         """`frontier` as it would be, a copy.  For checks: they must not do the folding that some
         other place has left out."""
         frontier, rows = self._frontier.copy(), self._standing
         frontier[:, rows.span] += _moved(self._launches, len(self._kept)) * rows.ones
+        for turn in self._turns:
+            moved = _moved(turn.launches, len(turn.kept))
+            frontier[:, turn.rows.span] += moved * turn.rows.ones
         return frontier
 
     def stand(self, rows: RowSet) -> None:
@@ -176,20 +204,49 @@ class Table:
         self.fold()
         self._standing = rows
 
+    def stand_in_turn(self, rounds: Iterable[RowSet]) -> None:
+        """As `stand`, for rows that take turns: from now on the steps of each of these objects."""
+        self.fold()
+        self._turns = tuple(map(_Turn, rounds))
+
+    def _turn_of(self, rows: RowSet) -> _Turn | None:
+        for turn in self._turns:
+            if turn.rows is rows:
+                return turn
+        return None
+
+    def flying(self, rows: RowSet) -> bool:
+        """Whether each of them has a token on its way."""
+        turn = self._turn_of(rows)
+        if turn is None:
+            return bool((self.promised[rows.at] > 0).all())
+        return int(self._promised[rows.at].min()) + turn.launches > len(turn.kept)
+
     def launch(self, rows: RowSet) -> None:
         """A step in which each of `rows` decodes one position is on its way."""
         if rows is self._standing:
             self._launches += 1
+        elif (turn := self._turn_of(rows)) is not None:
+            turn.launches += 1
         else:
             self.frontier[:, rows.span] += _LAUNCH * rows.ones
 
     def land(self, rows: RowSet, tokens: np.ndarray) -> None:
         """A step of `rows` has landed with int32[n] `tokens`, and all of them still listen."""
         if rows is not self._standing:
-            self.land_for(rows, rows.at, rows.slots, tokens)
+            self._land_turn(rows, tokens)
             return
         self._kept.append(tokens)
         if len(self._kept) == _MOST_KEPT:
+            self.fold()
+
+    def _land_turn(self, rows: RowSet, tokens: np.ndarray) -> None:
+        turn = self._turn_of(rows)
+        if turn is None:
+            self.land_for(rows, rows.at, rows.slots, tokens)
+            return
+        turn.kept.append(tokens)
+        if len(turn.kept) == _MOST_KEPT:
             self.fold()
 
     def land_for(
@@ -218,6 +275,9 @@ class Table:
         """The input tokens int32[n] of the rows' next step, where all before it have landed."""
         if rows is self._standing and self._kept:
             return self._kept[-1]
+        turn = self._turn_of(rows)
+        if turn is not None and turn.kept:
+            return turn.kept[-1]
         return self.last[rows.at].copy()
 
     # --- slots --------------------------------------------------------------------------------

@@ -30,12 +30,12 @@ class Turns:
         self._sampled = np.zeros(life.table.num_slots, np.int64)  # the last step that named the row
         self._count = 0  # rows that decode
         self._round: deque[RowSet] = deque(maxlen=turns)  # the newest plans' rows, oldest first
+        self.steady = False  # the round has all rows, each once: the next ones are the same again
 
     def rows(self, step: int) -> RowSet:
         """Those whose turn it is in plan `step`; nobody where all their tokens are on the way."""
         self._follow()
-        steady = len(self._round) == self._turns and sum(r.count for r in self._round)
-        if steady and steady == self._count:
+        if self.steady:
             return self._round[0]
         ready = self._ready(step)
         share = -(-self._count // self._turns)
@@ -46,7 +46,7 @@ class Turns:
 
     def everybody(self, step: int) -> RowSet:
         """All rows that may decode in plan `step`, whoever's turn it is."""
-        self._round.clear()
+        self._break_round()
         return self._table.rows(self._ready(step))
 
     def waiting(self, step: int) -> bool:
@@ -63,14 +63,26 @@ class Turns:
         """Plan `step` decodes `rows` and ends the prompts in the slots `sampling` int[s]."""
         self._sampled[rows.slots] = step
         self._sampled[sampling] = step
-        if rows.count:
-            self._round.append(rows)
+        if not rows.count:
+            return
+        repeats = self.steady and rows is self._round[0]
+        self._round.append(rows)
+        whole = len(self._round) == self._turns
+        steady = whole and sum(turn.count for turn in self._round) == self._count
+        if steady and not repeats:
+            self._table.stand_in_turn(self._round)
+        self.steady = steady
 
     def _follow(self) -> None:
         if self._life.changed:
             self._life.changed = False
-            self._round.clear()
+            self._break_round()
             self._count = int(self._table.decoding.sum())
+
+    def _break_round(self) -> None:
+        self._round.clear()
+        self.steady = False
+        self._table.stand_in_turn(())
 
     def _ready(self, step: int) -> np.ndarray:
         """int64[r], ascending."""
