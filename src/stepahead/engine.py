@@ -7,6 +7,7 @@ One thread calls it, but for `close`, which is for any.  Roles (offline, server)
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -20,6 +21,8 @@ from stepahead.loop.batch_queue import batch_queue_step
 from stepahead.loop.overlap import overlap_step
 from stepahead.loop.serial import serial_step
 from stepahead.observe.books import Books, Stage
+from stepahead.observe.observer import Observer
+from stepahead.observe.requests import Happened
 from stepahead.scheduler.policy import Limits
 from stepahead.scheduler.scheduler import Scheduler
 from stepahead.scheduler.stop import StopTable, Vocabulary
@@ -40,6 +43,7 @@ _STEPS: dict[str, Callable[[LoopCore], Outputs | None]] = {
 }
 _NO_RIDS = np.zeros(0, np.int64)
 _NO_TOKENS = np.zeros(0, np.int32)
+_ENDS = {"abort": Happened.ABORTED, "error": Happened.FAILED}
 _DROP_S = 1.0  # most that ending all requests takes: nothing in it waits for a device
 
 
@@ -63,17 +67,23 @@ def limits_of(resolved: Resolved) -> Limits:
 class Engine:
     """Takes requests, steps, gives outputs.  Every request gets exactly one terminal message."""
 
-    def __init__(self, resolved: Resolved, executor: Executor, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self,
+        resolved: Resolved,
+        executor: Executor,
+        vocabulary: Vocabulary,
+        clock_ns: Callable[[], int] = time.perf_counter_ns,
+    ) -> None:
+        """`clock_ns` is the clock of the device times in what the executor's flights bring."""
         self.resolved = resolved
         facts = resolved.facts
         stops = StopTable(facts.vocab_size, facts.eos_ids, vocabulary)
         self.scheduler = Scheduler(limits_of(resolved), stops)
-        self.books = Books()
-        self.syncs = SyncCounts()
+        self.observer = Observer(clock_ns)
         self._executor = executor
         config: EngineConfig = resolved.config
         depth = config.steps_ahead
-        self._core = LoopCore(self.scheduler, executor, depth, self.books, self.syncs)
+        self._core = LoopCore(self.scheduler, executor, depth, self.observer)
         self._step = partial(_STEPS[config.loop], self._core)
         self._ended: list[Finish] = []  # terminal messages that no step brought
         self._failure: EngineError | None = None
@@ -82,6 +92,16 @@ class Engine:
         # a signal's handler in the middle of a step, and must neither wait for it nor disturb it.
         self._turn = threading.Lock()
         self._rids = 0
+
+    @property
+    def books(self) -> Books:
+        """Where the host's and the device's time went."""
+        return self.observer.books
+
+    @property
+    def syncs(self) -> SyncCounts:
+        """Every pull back to serial work."""
+        return self.observer.syncs
 
     # --- requests ---------------------------------------------------------------------------
 
@@ -103,6 +123,9 @@ class Engine:
             self.scheduler.add(requests, wait)
             # counted when taken in: a refusal must not change the noise of those that come after
             self._rids += params.n
+            with self.observer.working:
+                for request in requests:
+                    self.observer.requests.add(request.rid, Happened.ARRIVED, len(ids))
         finally:
             self._turn.release()
         return [request.rid for request in requests]
@@ -156,10 +179,14 @@ class Engine:
         """
         self._take_turn()
         try:
-            running = not self._closed and self._failure is None
-            if not running and not self._rest():
-                self._check_open()
-            return self._with_ended(self._run() if running else None)
+            with self.observer.working:
+                running = not self._closed and self._failure is None
+                if not running and not self._rest():
+                    self._check_open()
+                outputs = self._with_ended(self._run() if running else None)
+                self._take_down(outputs)
+                self.observer.answer()
+            return outputs
         finally:
             self._turn.release()
 
@@ -179,6 +206,15 @@ class Engine:
                 self._drop("error", str(error))
         self.books.enter(Stage.DELIVER if self.scheduler.has_work else Stage.IDLE)
         return outputs
+
+    def _take_down(self, outputs: Outputs | None) -> None:
+        if outputs is None:
+            return
+        log = self.observer.requests
+        for rid in outputs.first:
+            log.add(rid, Happened.FIRST_TOKEN)
+        for finish in outputs.finishes:
+            log.add(finish.rid, _ENDS.get(finish.reason, Happened.FINISHED), len(finish.tokens))
 
     def _with_ended(self, outputs: Outputs | None) -> Outputs | None:
         if not self._ended:

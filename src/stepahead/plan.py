@@ -86,8 +86,10 @@ class Result(msgspec.Struct, frozen=True, array_like=True, eq=False):
     """What one step gave.
 
     `tokens` int32[n + s]: one for each decode row in the plan's order, then one for each chunk
-    that samples.  Device times are monotonic nanoseconds.  A non-empty `error` means the step
-    failed as a whole and nothing in it counts.  `syncs`: where the runner could not run ahead.
+    that samples.  Times are monotonic nanoseconds: when the runner had the plan, when it had queued
+    the step's last operation, when the device began and ended; 0 where nobody says.  A non-empty
+    `error` means the step failed as a whole and nothing in it counts.  `syncs`: where the runner
+    could not run ahead.
     """
 
     step: int
@@ -99,6 +101,8 @@ class Result(msgspec.Struct, frozen=True, array_like=True, eq=False):
     error: str = ""
     hidden: HiddenRows | None = None
     syncs: tuple[Sync, ...] = ()
+    received_ns: int = 0
+    submitted_ns: int = 0
 
     @property
     def has_extras(self) -> bool:

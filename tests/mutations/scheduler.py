@@ -388,7 +388,7 @@ MUTATIONS = [
         "what a step says of itself is not counted",
         "a hidden wait",
         "loop/base.py",
-        "            self.syncs.add(sync.reason, sync.rows)\n",
+        "            self.observer.syncs.add(sync.reason, sync.rows)\n",
         "            pass\n",
         "tests/pure/test_loops.py::test_what_a_step_says_of_itself_is_counted",
     ),

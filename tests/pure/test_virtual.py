@@ -28,7 +28,6 @@ from stepahead.sim.virtual import (
     constant,
     host_work,
     intervals_ns,
-    put_on,
     rig,
     steady,
 )
@@ -165,8 +164,7 @@ def test_tokens_do_not_depend_on_times_and_the_books_balance(choice: LoopChoice,
         )
         settled = resolved(work.options, variant)
         executor = VirtualExecutor(paper(settled, toy_of(work.options)), clock, timing)
-        engine = toy_engine(work.options, variant, executor=executor)
-        put_on(engine, clock)
+        engine = toy_engine(work.options, variant, executor=executor, clock_ns=clock.now_ns)
         plan_ns, retire_ns = (lambda step, row=row: row[step % 512] for row in draws[2:])
         charge(engine, clock, HostWork(plan_ns, retire_ns))
         runs.append(Client(engine, work).play())

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections import deque
 from typing import Protocol
 
-from stepahead.observe.books import Books, Stage
+from stepahead.observe.books import Stage
+from stepahead.observe.observer import Observer
+from stepahead.observe.steps import Launched
 from stepahead.plan import Plan, Result
-from stepahead.sync import SyncCounts, SyncReason
+from stepahead.sync import SyncReason
 from stepahead.types import Outputs
 
 
@@ -63,21 +65,20 @@ class Planner(Protocol):
 class LoopCore:
     """Launches and collects, in order, and never more than `depth` steps ahead.
 
-    `syncs` counts what a landed step says of itself, and the landings that came before a launch
-    because the planner held it (its reason) or had nothing to run while some request still needed
-    steps (DRAIN; the last steps of a run are none).  Their rows are those of the step landed for
-    it, as many as it sampled.
+    The observer's `syncs` count what a landed step says of itself, and the landings that came
+    before a launch because the planner held it (its reason) or had nothing to run while some
+    request still needed steps (DRAIN; the last steps of a run are none).  Their rows are those of
+    the step landed for it, as many as it sampled.
     """
 
     def __init__(
-        self, planner: Planner, executor: Executor, depth: int, books: Books, syncs: SyncCounts
+        self, planner: Planner, executor: Executor, depth: int, observer: Observer
     ) -> None:
         self.depth = depth
-        self.books = books
-        self.syncs = syncs
+        self.observer = observer
         self._planner = planner
         self._executor = executor
-        self._flights: deque[tuple[Plan, Flight]] = deque()
+        self._flights: deque[tuple[Plan, Flight, Launched]] = deque()
         self._held: SyncReason | None = None  # why the next landing comes before a launch
 
     @property
@@ -88,35 +89,36 @@ class LoopCore:
     def launch(self) -> bool:
         """Plans a step and hands it over; False when there is nothing to run now."""
         assert len(self._flights) < self.depth, "launched more than D steps ahead"
-        books = self.books
-        books.enter(Stage.PLAN)
+        books, flights = self.observer.books, self._flights
+        plan_ns = books.enter(Stage.PLAN)
         held = self._planner.hold()
         plan = self._planner.plan() if held is None else None
         if plan is None:
             self._held = held or (SyncReason.DRAIN if self._planner.has_more else None)
             return False
-        books.enter(Stage.LAUNCH)
-        self._flights.append((plan, self._executor.launch(plan)))
+        launched = Launched(plan_ns, books.enter(Stage.LAUNCH), len(flights) + 1)
+        flights.append((plan, self._executor.launch(plan), launched))
         return True
 
     def collect(self) -> Outputs:
         """Lands and retires the oldest flight."""
-        books = self.books
-        plan, flight = self._flights[0]
+        books = self.observer.books
+        plan, flight, launched = self._flights[0]
         books.enter(Stage.WAIT)
         result = flight.land()
-        books.enter(Stage.RETIRE)
+        land_ns = books.enter(Stage.RETIRE)
         books.busy(result.step, result.device_start_ns, result.device_end_ns)
+        self.observer.steps.add(plan, result, launched, land_ns)
         self._flights.popleft()
         self._count(result)
         return self._planner.retire(plan, result)
 
     def _count(self, result: Result) -> None:
         if self._held is not None:
-            self.syncs.add(self._held, len(result.tokens))
+            self.observer.syncs.add(self._held, len(result.tokens))
             self._held = None
         for sync in result.syncs:
-            self.syncs.add(sync.reason, sync.rows)
+            self.observer.syncs.add(sync.reason, sync.rows)
 
     def forget(self) -> None:
         """Drops all flights; for a runner that is lost."""

@@ -243,12 +243,14 @@ class Books:
         self._host_ring: deque[np.ndarray] = deque()
         self._device_ring: deque[np.ndarray] = deque()
 
-    def enter(self, stage: Stage) -> None:
-        """The host leaves what it was at and starts `stage` now."""
+    def enter(self, stage: Stage) -> int:
+        """The host leaves what it was at and starts `stage` now; the time of that."""
+        now_ns = self._clock_ns()
         self._stages.append(stage)
-        self._starts_ns.append(self._clock_ns())
+        self._starts_ns.append(now_ns)
         if len(self._stages) >= self._batch:
             self._fold()
+        return now_ns
 
     def busy(self, step: int, start_ns: int, end_ns: int) -> None:
         """The device ran `step` in this time.  Given in launch order, about when the step lands.

@@ -15,7 +15,6 @@ from stepahead.config import EngineConfig, ModelFacts, resolve
 from stepahead.engine import Engine
 from stepahead.executor.virtual import Timing, VirtualClock, VirtualExecutor
 from stepahead.loop.base import Executor
-from stepahead.observe.books import Books
 from stepahead.plan import Plan, Result
 from stepahead.scheduler.stop import Vocabulary
 from stepahead.sim.host_cost import EOS, VOCAB, PreparedExecutor
@@ -115,8 +114,7 @@ def rig(
     resolved = resolve(settled, ModelFacts(VOCAB, 8192, (EOS,), 1), bytes_available=1 << 40)
     clock = VirtualClock()
     executor = VirtualExecutor(inner or PreparedExecutor(), clock, timing)
-    engine = Engine(resolved, executor, _vocabulary())
-    put_on(engine, clock)
+    engine = Engine(resolved, executor, _vocabulary(), clock.now_ns)
     charge(engine, clock, work)
     return Rig(engine, clock)
 
@@ -124,12 +122,6 @@ def rig(
 @cache
 def _vocabulary() -> Vocabulary:
     return Vocabulary([b"x"] * VOCAB)
-
-
-def put_on(engine: Engine, clock: VirtualClock) -> None:
-    """Both books of an engine that has not stepped yet, on this clock."""
-    # reaches in, so that no engine carries a choice that only a simulation has
-    engine.books = engine._core.books = Books(clock.now_ns)
 
 
 def charge(engine: Engine, clock: VirtualClock, work: HostWork) -> None:
