@@ -14,6 +14,7 @@ from functools import partial
 import numpy as np
 from msgspec.structs import replace
 
+from stepahead import __version__
 from stepahead.config import EngineConfig, Resolved
 from stepahead.errors import EngineClosed, EngineError, InvalidParameter
 from stepahead.loop.base import Executor, LoopCore
@@ -45,6 +46,22 @@ _NO_RIDS = np.zeros(0, np.int64)
 _NO_TOKENS = np.zeros(0, np.int32)
 _ENDS = {"abort": Happened.ABORTED, "error": Happened.FAILED}
 _DROP_S = 1.0  # most that ending all requests takes: nothing in it waits for a device
+
+
+def _about(resolved: Resolved) -> dict[str, str | int]:
+    config = resolved.config
+    return {
+        "version": __version__,
+        "model": config.model,
+        "loop": config.loop,
+        "depth": config.steps_ahead,
+        "fence": config.fence,
+        "executor": config.executor,
+        "device": config.device,
+        "max_rows": config.max_rows,
+        "pages": resolved.pages - 1,
+        "page_size": config.page_size,
+    }
 
 
 def limits_of(resolved: Resolved) -> Limits:
@@ -79,7 +96,7 @@ class Engine:
         facts = resolved.facts
         stops = StopTable(facts.vocab_size, facts.eos_ids, vocabulary)
         self.scheduler = Scheduler(limits_of(resolved), stops)
-        self.observer = Observer(clock_ns)
+        self.observer = Observer(clock_ns, _about(resolved))
         self._executor = executor
         config: EngineConfig = resolved.config
         depth = config.steps_ahead

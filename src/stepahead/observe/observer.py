@@ -10,15 +10,37 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from stepahead.errors import EngineError
-from stepahead.observe.books import Books
-from stepahead.observe.requests import RequestLog
-from stepahead.observe.steps import StepLog
+from stepahead.observe.books import Books, Events
+from stepahead.observe.requests import RequestEvents, RequestLog
+from stepahead.observe.steps import StepLog, Steps
 from stepahead.sync import SyncCounts
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """What was taken down up to `at_ns`, on the observer's clock.
+
+    about     what engine it is: version, model, loop, depth and the like, by name
+    events    the raw lanes of host and device
+    steps     landed steps
+    requests  events of requests
+    syncs     pulls back to serial work by reason: {"steps": n, "rows": m}
+    """
+
+    about: dict[str, str | int]
+    at_ns: int
+    events: Events
+    steps: Steps
+    requests: RequestEvents
+    syncs: dict[str, dict[str, int]]
+
+
 _LOOK_S = 0.005  # how often who asks looks whether the engine rests
 
 
@@ -50,7 +72,12 @@ class Observer:
     `working` is held by the engine while it changes any of it, and released between steps.
     """
 
-    def __init__(self, clock_ns: Callable[[], int] = time.perf_counter_ns) -> None:
+    def __init__(
+        self,
+        clock_ns: Callable[[], int] = time.perf_counter_ns,
+        about: dict[str, str | int] | None = None,
+    ) -> None:
+        self.about = about or {}
         self.clock_ns = clock_ns
         self.books = Books(clock_ns)
         self.steps = StepLog()
@@ -80,6 +107,12 @@ class Observer:
                     "of it; ask again, or look whether its device is stuck"
                 )
         return ask.answer()
+
+    def snapshot(self) -> Snapshot:
+        """A copy of all that is kept; for the engine's thread, or as a question to `ask`."""
+        events, steps, requests = self.books.recent(), self.steps.recent(), self.requests.recent()
+        syncs = self.syncs.as_dict()
+        return Snapshot(self.about, events.until_ns, events, steps, requests, syncs)
 
     def answer(self) -> None:
         """Answers whoever asks; only while holding `working`."""
