@@ -118,6 +118,7 @@ def toy_engine(
         on_paper = variant.device == "paper"
         executor = paper(settled, toy) if on_paper else inline(settled, variant)
     vocabulary = Vocabulary(pieces(toy.vocab_size), toy.specials)
+    clock_ns = getattr(executor, "now_ns", clock_ns)  # the device's, where it runs in line
     return Engine(settled, Tap(executor, on_plan), vocabulary, clock_ns)
 
 

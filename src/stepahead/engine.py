@@ -6,9 +6,11 @@ One thread calls it, but for `close`, which is for any.  Roles (offline, server)
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import numpy as np
@@ -21,9 +23,9 @@ from stepahead.loop.base import Executor, LoopCore
 from stepahead.loop.batch_queue import batch_queue_step
 from stepahead.loop.overlap import overlap_step
 from stepahead.loop.serial import serial_step
-from stepahead.observe.books import Books, Stage
+from stepahead.observe.books import Books
 from stepahead.observe.observer import Observer
-from stepahead.observe.requests import Happened
+from stepahead.observe.stages import Stage
 from stepahead.scheduler.policy import Limits
 from stepahead.scheduler.scheduler import Scheduler
 from stepahead.scheduler.stop import StopTable, Vocabulary
@@ -31,6 +33,7 @@ from stepahead.sync import SyncCounts
 from stepahead.types import (
     Finish,
     FinishReason,
+    Load,
     Outputs,
     Request,
     SamplingParams,
@@ -44,7 +47,7 @@ _STEPS: dict[str, Callable[[LoopCore], Outputs | None]] = {
 }
 _NO_RIDS = np.zeros(0, np.int64)
 _NO_TOKENS = np.zeros(0, np.int32)
-_ENDS = {"abort": Happened.ABORTED, "error": Happened.FAILED}
+_DELIVER, _IDLE = Stage.DELIVER, Stage.IDLE  # members are slow to look up
 _DROP_S = 1.0  # most that ending all requests takes: nothing in it waits for a device
 
 
@@ -95,8 +98,8 @@ class Engine:
         self.resolved = resolved
         facts = resolved.facts
         stops = StopTable(facts.vocab_size, facts.eos_ids, vocabulary)
-        self.scheduler = Scheduler(limits_of(resolved), stops)
         self.observer = Observer(clock_ns, _about(resolved))
+        self.scheduler = Scheduler(limits_of(resolved), stops, self.observer.requests)
         self._executor = executor
         config: EngineConfig = resolved.config
         depth = config.steps_ahead
@@ -109,6 +112,8 @@ class Engine:
         # a signal's handler in the middle of a step, and must neither wait for it nor disturb it.
         self._turn = threading.Lock()
         self._rids = 0
+        self._beside = ExitStack()
+        self._beside.callback(self.observer.garbage.close)
 
     @property
     def books(self) -> Books:
@@ -119,6 +124,16 @@ class Engine:
     def syncs(self) -> SyncCounts:
         """Every pull back to serial work."""
         return self.observer.syncs
+
+    @property
+    def flights(self) -> int:
+        """Steps launched and not yet retired."""
+        return self._core.flights
+
+    def load(self) -> Load:
+        """What there is to do, and to do it with, now; for the engine's thread, or as a question to
+        the observer."""
+        return self.scheduler.measure_load(self.scheduler.load.step)
 
     # --- requests ---------------------------------------------------------------------------
 
@@ -133,18 +148,14 @@ class Engine:
         self._check_open()
         ids = as_prompt(prompt, self.resolved.facts.vocab_size)
         self._check_ids(params)
-        self._take_turn()
-        try:
+        with self._mail():
             self._check_open()
             requests = [self._request(ids, params, choice) for choice in range(params.n)]
             self.scheduler.add(requests, wait)
             # counted when taken in: a refusal must not change the noise of those that come after
             self._rids += params.n
-            with self.observer.working:
-                for request in requests:
-                    self.observer.requests.add(request.rid, Happened.ARRIVED, len(ids))
-        finally:
-            self._turn.release()
+            for request in requests:
+                self.observer.requests.arrived(request.rid, len(ids))
         return [request.rid for request in requests]
 
     def _request(self, prompt: np.ndarray, params: SamplingParams, choice: int) -> Request:
@@ -171,11 +182,23 @@ class Engine:
     def abort(self, rid: int) -> None:
         """Ends a request; its terminal message comes with the next step.  Unknown ids are ignored:
         the request may just have ended."""
-        self._take_turn()
-        try:
+        with self._mail():
             finish = self.scheduler.abort(rid)
             if finish is not None:
                 self._ended.append(finish)
+
+    @contextmanager
+    def _mail(self) -> Generator[None]:
+        """The host takes something in; then it is at what it was before."""
+        self._take_turn()
+        try:
+            with self.observer.working:
+                before = self.books.stage
+                self.books.enter(Stage.MAIL)
+                try:
+                    yield
+                finally:
+                    self.books.rest(before)
         finally:
             self._turn.release()
 
@@ -195,7 +218,10 @@ class Engine:
         After `close` it runs nothing, and tells the ends of what still ran; then EngineClosed.
         """
         self._take_turn()
+        garbage = self.observer.garbage
         try:
+            garbage.automatic = gc.isenabled()
+            gc.disable()  # or it may collect between a step's end and the next launch
             with self.observer.working:
                 running = not self._closed and self._failure is None
                 if not running and not self._rest():
@@ -205,6 +231,8 @@ class Engine:
                 self.observer.answer()
             return outputs
         finally:
+            if garbage.automatic:
+                gc.enable()
             self._turn.release()
 
     def _rest(self) -> list[Finish]:
@@ -221,17 +249,19 @@ class Engine:
             if not self._closed:  # else it is how a close ends the wait of this step
                 self._failure = error
                 self._drop("error", str(error))
-        self.books.enter(Stage.DELIVER if self.scheduler.has_work else Stage.IDLE)
+        if self.scheduler.has_work:
+            self.books.enter(_DELIVER)
+        else:
+            self.books.rest(_IDLE)
         return outputs
 
     def _take_down(self, outputs: Outputs | None) -> None:
         if outputs is None:
             return
         log = self.observer.requests
-        for rid in outputs.first:
-            log.add(rid, Happened.FIRST_TOKEN)
+        log.delivered(outputs.rids, outputs.first)
         for finish in outputs.finishes:
-            log.add(finish.rid, _ENDS.get(finish.reason, Happened.FINISHED), len(finish.tokens))
+            log.ended(finish.rid, finish.reason, len(finish.tokens))
 
     def _with_ended(self, outputs: Outputs | None) -> Outputs | None:
         if not self._ended:
@@ -291,7 +321,12 @@ class Engine:
                 finally:
                     self._turn.release()
         finally:
-            self._executor.close()
+            with self._beside:
+                self._executor.close()
+
+    def on_close(self, farewell: Callable[[], object]) -> None:
+        """Calls this at the end of `close`, in its thread: for what lives beside the engine."""
+        self._beside.callback(farewell)
 
     def _drop(self, reason: FinishReason, error: str = "") -> None:
         """Nothing is in the air any more, and every request has its end."""

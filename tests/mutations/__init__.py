@@ -6,7 +6,19 @@ table.
 
 from __future__ import annotations
 
-from mutations import cache, device, ends, model, runner, sampling, scheduler
+from mutations import (
+    cache,
+    device,
+    ends,
+    model,
+    observe,
+    probes,
+    runner,
+    sampling,
+    scheduler,
+    trace,
+    watch,
+)
 
 MUTATIONS = [
     *runner.MUTATIONS,
@@ -16,4 +28,8 @@ MUTATIONS = [
     *model.MUTATIONS,
     *device.MUTATIONS,
     *ends.MUTATIONS,
+    *observe.MUTATIONS,
+    *probes.MUTATIONS,
+    *trace.MUTATIONS,
+    *watch.MUTATIONS,
 ]

@@ -445,8 +445,8 @@ MUTATIONS = [
         "waiting is booked as launching",
         "idle time blamed on the wrong cause",
         "loop/base.py",
-        "        books.enter(Stage.WAIT)\n",
-        "",
+        "        began_ns = books.rest(_WAIT)\n",
+        "        began_ns = land_ns = 0\n",
         "tests/pure/test_virtual.py::test_the_device_idles_for_named_causes_and_no_longer",
     ),
     Mutation(

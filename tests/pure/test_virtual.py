@@ -180,7 +180,7 @@ def test_tokens_do_not_depend_on_times_and_the_books_balance(choice: LoopChoice,
 def test_the_device_idles_for_named_causes_and_no_longer() -> None:
     costs, work = shapes.timing(10.0, handover=0.25, launch=0.5), host_work(6.0)
     expected = {
-        SERIAL: {"plan late": 1.5, "launch late": 0.5, "hand-over": 0.25, "retire late": 4.5},
+        SERIAL: {"plan late": 6.0, "launch late": 0.5, "copy": 0.25},
         OVERLAP: {},
         QUEUES[1]: {},
     }

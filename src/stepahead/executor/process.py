@@ -15,6 +15,7 @@ from stepahead.errors import EngineClosed, EngineError, RunnerDied
 from stepahead.executor.channel import Kind, open_channel
 from stepahead.executor.child import END_S, Child
 from stepahead.executor.failures import decode_build_failure, decode_step_failure
+from stepahead.observe.stages import Enter, Stage
 from stepahead.plan import (
     Control,
     Plan,
@@ -27,6 +28,8 @@ from stepahead.runner.spec import RunnerSpec
 
 # What a channel raises: the worker is gone, or another thread has closed the channel.
 _GONE = (EOFError, OSError, ValueError)
+# looked up once: members of an enumeration are slow to find
+_LAUNCH, _DECODE = Stage.LAUNCH, Stage.DECODE
 _GRACE_S = 1.0  # a worker that is not in a forward needs half of it, most for unloading torch
 # The most that `close` takes, whatever the worker is at: a forward without an end, a copy that
 # never lands, a device that is gone.  No flight is waited for.
@@ -69,6 +72,7 @@ class ProcessExecutor:
         """
         self._channel, fds = open_channel()
         self._flights: deque[ProcessFlight] = deque()
+        self._enter: Enter = int  # tells nobody
         self._closed = False
         self._closing = threading.Lock()  # taken by the first to close, for good
         self._owner = os.getpid()
@@ -88,9 +92,14 @@ class ProcessExecutor:
         """The worker's process."""
         return self._child.pid
 
+    def tell_stages(self, enter: Enter) -> None:
+        """As in `TellsStages`."""
+        self._enter = enter
+
     def launch(self, plan: Plan) -> ProcessFlight:
         """Hands the plan over, whatever the worker is busy with; RunnerDied, EngineClosed."""
         data = encode_plan(plan)
+        self._enter(_LAUNCH)
         try:
             self._channel.send(Kind.PLAN, data)
         except _GONE:
@@ -102,7 +111,9 @@ class ProcessExecutor:
     def receive(self, flight: ProcessFlight) -> Result:
         """Takes results in, which come in the order of launch, until that of `flight` is there."""
         while flight.result is None:
-            result = decode_result(self._next_frame()[1])
+            frame = self._next_frame()[1]
+            self._enter(_DECODE)
+            result = decode_result(frame)
             oldest = self._flights.popleft()
             assert oldest.step == result.step, "the worker answered out of order"
             oldest.result = result

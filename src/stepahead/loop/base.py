@@ -8,11 +8,10 @@ launched and not yet retired.
 from __future__ import annotations
 
 from collections import deque
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-from stepahead.observe.books import Stage
 from stepahead.observe.observer import Observer
-from stepahead.observe.steps import Launched
+from stepahead.observe.stages import Enter, Stage
 from stepahead.plan import Plan, Result
 from stepahead.sync import SyncReason
 from stepahead.types import Outputs
@@ -35,6 +34,18 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Ends what it started and waits until it is gone.  Idempotent."""
+        ...
+
+
+@runtime_checkable
+class TellsStages(Protocol):
+    """An executor that works in stages of its own on the host's thread."""
+
+    def tell_stages(self, enter: Enter) -> None:
+        """From now on `enter` hears of stages within a launch or a landing as they begin.
+
+        A launch is called in ENCODE and goes on to LAUNCH; a landing, called in WAIT, to DECODE.
+        """
         ...
 
 
@@ -62,6 +73,11 @@ class Planner(Protocol):
         ...
 
 
+# looked up once: members of an enumeration are slow to find
+_PLAN, _WAIT, _RETIRE = Stage.PLAN, Stage.WAIT, Stage.RETIRE
+_TIDY_EVERY = 8  # steps
+
+
 class LoopCore:
     """Launches and collects, in order, and never more than `depth` steps ahead.
 
@@ -78,7 +94,13 @@ class LoopCore:
         self.observer = observer
         self._planner = planner
         self._executor = executor
-        self._flights: deque[tuple[Plan, Flight, Launched]] = deque()
+        self._enter, self._handing = observer.books.enter, Stage.LAUNCH
+        if isinstance(executor, TellsStages):
+            executor.tell_stages(self._enter)
+            self._handing = Stage.ENCODE
+        # with when it was planned and handed over, and how many were in the air then
+        self._flights: deque[tuple[Plan, Flight, int, int, int]] = deque()
+        self._waited_ns = 0  # for the last flight that landed
         self._held: SyncReason | None = None  # why the next landing comes before a launch
 
     @property
@@ -89,26 +111,39 @@ class LoopCore:
     def launch(self) -> bool:
         """Plans a step and hands it over; False when there is nothing to run now."""
         assert len(self._flights) < self.depth, "launched more than D steps ahead"
-        books, flights = self.observer.books, self._flights
-        plan_ns = books.enter(Stage.PLAN)
+        enter, flights = self._enter, self._flights
+        plan_ns = enter(_PLAN)
         held = self._planner.hold()
         plan = self._planner.plan() if held is None else None
         if plan is None:
             self._held = held or (SyncReason.DRAIN if self._planner.has_more else None)
             return False
-        launched = Launched(plan_ns, books.enter(Stage.LAUNCH), len(flights) + 1)
-        flights.append((plan, self._executor.launch(plan), launched))
+        launch_ns = enter(self._handing)
+        flight = self._executor.launch(plan)
+        flights.append((plan, flight, plan_ns, launch_ns, len(flights) + 1))
         return True
 
     def collect(self) -> Outputs:
         """Lands and retires the oldest flight."""
-        books = self.observer.books
-        plan, flight, launched = self._flights[0]
-        books.enter(Stage.WAIT)
+        observer = self.observer
+        books = observer.books
+        plan, flight, plan_ns, launch_ns, flights = self._flights[0]
+        began_ns = books.rest(_WAIT)
+        if not plan.step % _TIDY_EVERY:
+            observer.garbage.tidy(self._waited_ns)
         result = flight.land()
-        land_ns = books.enter(Stage.RETIRE)
-        books.busy(result.step, result.device_start_ns, result.device_end_ns)
-        self.observer.steps.add(plan, result, launched, land_ns)
+        land_ns = self._enter(_RETIRE)
+        self._waited_ns = land_ns - began_ns
+        books.busy(
+            result.step,
+            result.device_start_ns,
+            result.device_end_ns,
+            launch_ns,
+            result.received_ns,
+            result.submitted_ns,
+            result.held,
+        )
+        observer.steps.add(plan, result, plan_ns, launch_ns, flights, land_ns)
         self._flights.popleft()
         self._count(result)
         return self._planner.retire(plan, result)

@@ -10,11 +10,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from stepahead.errors import EngineError
 from stepahead.observe.books import Books, Events
+from stepahead.observe.garbage import Garbage
 from stepahead.observe.requests import RequestEvents, RequestLog
 from stepahead.observe.steps import StepLog, Steps
 from stepahead.sync import SyncCounts
@@ -31,6 +32,8 @@ class Snapshot:
     steps     landed steps
     requests  events of requests
     syncs     pulls back to serial work by reason: {"steps": n, "rows": m}
+    wall_ns   the same moment as `at_ns` since 1970; 0 where nobody asked
+    pauses    for garbage collection: {"count": n, "total_ns": t, "longest_ns": l}
     """
 
     about: dict[str, str | int]
@@ -39,6 +42,8 @@ class Snapshot:
     steps: Steps
     requests: RequestEvents
     syncs: dict[str, dict[str, int]]
+    wall_ns: int = 0
+    pauses: dict[str, int] = field(default_factory=dict)
 
 
 _LOOK_S = 0.005  # how often who asks looks whether the engine rests
@@ -84,6 +89,7 @@ class Observer:
         self.requests = RequestLog(clock_ns)
         self.syncs = SyncCounts()
         self.working = threading.RLock()  # a signal's handler may close the engine in a step
+        self.garbage = Garbage(self.books, self.working)
         self._asks: deque[_Ask[Any]] = deque()
 
     def ask(self, question: Callable[[], T], timeout_s: float = 60.0) -> T:
@@ -112,7 +118,11 @@ class Observer:
         """A copy of all that is kept; for the engine's thread, or as a question to `ask`."""
         events, steps, requests = self.books.recent(), self.steps.recent(), self.requests.recent()
         syncs = self.syncs.as_dict()
-        return Snapshot(self.about, events.until_ns, events, steps, requests, syncs)
+        wall_ns = time.time_ns()
+        pauses = self.garbage.pauses.as_dict()
+        return Snapshot(
+            self.about, events.until_ns, events, steps, requests, syncs, wall_ns, pauses
+        )
 
     def answer(self) -> None:
         """Answers whoever asks; only while holding `working`."""

@@ -6,10 +6,8 @@ a plan is, not what it means.  For one thread, the loop's.
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import dataclass, fields
 from enum import IntEnum
-from typing import NamedTuple
 
 import numpy as np
 
@@ -70,14 +68,9 @@ class Steps:
 
 
 _WIDTH = len(fields(Steps))
-
-
-class Launched(NamedTuple):
-    """When a flight was planned and handed over, and how many were in the air then."""
-
-    plan_ns: int
-    launch_ns: int
-    flights: int
+# looked up once: members of an enumeration are slow to find
+_DECODE, _PREFILL, _MIXED = (int(kind) for kind in Kind)
+_INDEX = {reason: index for index, reason in enumerate(REASONS)}
 
 
 class StepLog:
@@ -86,40 +79,45 @@ class StepLog:
     def __init__(self, keep: int = 16384) -> None:
         self.count = 0
         self._keep = keep
-        self._flat = array("q")
+        self._most = _WIDTH * (keep + keep // 4)
+        # What has come since somebody read, one row after the other, and what was read before.  To
+        # make numbers of an array costs more than all else here: only who reads pays for it.
+        self._newest: list[int] = []
+        self._read = np.zeros((0, _WIDTH), np.int64)
 
-    def add(self, plan: Plan, result: Result, launched: Launched, land_ns: int) -> None:
+    def add(
+        self, plan: Plan, result: Result, plan_ns: int, launch_ns: int, flights: int, land_ns: int
+    ) -> None:
         """A step has landed; in launch order."""
-        rows, chunk_tokens = len(plan.rows), 0
-        kind = Kind.DECODE
+        rows, chunk_tokens, kind = len(plan.rows), 0, _DECODE
         if len(plan.chunks):
             chunk_tokens = int(plan.chunks[2::4].sum())
-            kind = Kind.MIXED if rows else Kind.PREFILL
-        syncs = result.syncs
-        self._flat.extend(
-            (
-                plan.step,
-                kind,
-                rows,
-                chunk_tokens,
-                len(result.tokens),
-                launched.flights,
-                REASONS.index(syncs[0].reason) if syncs else -1,
-                launched.plan_ns,
-                launched.launch_ns,
-                result.received_ns,
-                result.submitted_ns,
-                result.device_start_ns,
-                result.device_end_ns,
-                land_ns,
-            )
+            kind = _MIXED if rows else _PREFILL
+        newest = self._newest
+        newest += (
+            plan.step,
+            kind,
+            rows,
+            chunk_tokens,
+            len(result.tokens),
+            flights,
+            _INDEX[result.syncs[0].reason] if result.syncs else -1,
+            plan_ns,
+            launch_ns,
+            result.received_ns,
+            result.submitted_ns,
+            result.device_start_ns,
+            result.device_end_ns,
+            land_ns,
         )
         self.count += 1
-        if len(self._flat) >= 2 * self._keep * _WIDTH:
-            del self._flat[: -self._keep * _WIDTH]
+        if len(newest) > self._most:
+            del newest[: -self._keep * _WIDTH]
 
     def recent(self, last: int | None = None) -> Steps:
         """The last `last` steps of those kept, all of them if None."""
-        count = min(self._keep, self.count, last or self._keep)
-        flat = np.array(self._flat[len(self._flat) - count * _WIDTH :], np.int64)
-        return Steps(*flat.reshape(-1, _WIDTH).T)
+        newest = np.array(self._newest, np.int64).reshape(-1, _WIDTH)
+        self._newest.clear()
+        self._read = np.concatenate((self._read, newest))[-self._keep :]
+        count = min(len(self._read), last or self._keep)
+        return Steps(*self._read[len(self._read) - count :].T)
