@@ -10,10 +10,10 @@ NEED := stepahead needs Python 3.11 or newer
 # a venv or an install that broke off half-way is made again
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test check mutants fuzz clean
+.PHONY: help demo test check mutants fuzz pictures clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-7s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-9s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: .venv/.installed-demo ## a real model answers 32 prompts, serially and overlapped, side by side
 	@$(BIN)/stepahead demo
@@ -29,6 +29,9 @@ mutants: .venv/.installed-dev ## take each guard out in a copy: a test must fail
 
 fuzz: .venv/.installed-dev ## 20,000 random traces on the hostile device, each against the serial loop (10 minutes)
 	@$(BIN)/python tests/matrix.py --traces 20000
+
+pictures: .venv/.installed-dev ## draw docs/pictures anew, from runs on this machine (minutes, while it is quiet)
+	@$(BIN)/python benchmarks/pictures.py
 
 clean: ## remove .venv and all that was built or cached
 	rm -rf .venv build dist out .pytest_cache .ruff_cache .hypothesis

@@ -14,6 +14,15 @@ INK, GRID, PALE = "#24292f", "#d8dee4", "#6e7781"
 COLOURS = ("#cf222e", "#0969da", "#1a7f37", "#9a6700", "#8250df")
 _PANEL_W, _PANEL_H, _LEFT, _TOP, _GAP, _FOOT = 250, 210, 52, 46, 58, 74
 _LANE, _LANE_GAP = 20, 4
+FILLS = {
+    "plan": "#54aeff",
+    "retire": "#0969da",
+    "forward": "#2da44e",
+    "launch": "#8250df",
+    "deliver": "#1b7c83",
+    "waits": "#eaeef2",
+    "idle": "#ff8182",
+}
 
 
 @dataclass(frozen=True)
@@ -92,6 +101,65 @@ def _panel(
     return "".join(parts)
 
 
+@dataclass(frozen=True)
+class Curves:
+    """One diagram with scales of its own: lines by the series' name, values as (x, y).
+
+    `x` and `y` are (lowest, highest) on the scales, drawn in fifths.
+    """
+
+    title: str
+    x_name: str
+    lines: Mapping[str, Sequence[tuple[float, float]]]
+    x: tuple[float, float]
+    y: tuple[float, float]
+
+
+def curves(panels: Sequence[Curves], y_name: str, note: str) -> str:
+    """Panels side by side, each on its own scales."""
+    names = list(dict.fromkeys(name for panel in panels for name in panel.lines))
+    lefts = [_LEFT + i * (_PANEL_W + _GAP) for i in range(len(panels))]
+    parts = [_own_panel(*pair, names) for pair in zip(panels, lefts, strict=True)]
+    parts.append(_text(8, 18, y_name, PALE))
+    foot = _TOP + _PANEL_H + 58
+    for i, name in enumerate(names):
+        x = _LEFT + i * 150
+        parts.append(f'<rect x="{x}" y="{foot - 9}" width="16" height="4" fill="{_colour(i)}"/>')
+        parts.append(_text(x + 22, foot - 3, name))
+    parts.append(_text(_LEFT, foot + 18, note, PALE))
+    width = _LEFT + len(panels) * (_PANEL_W + _GAP) - _GAP + 20
+    return _page(max(width, _LEFT + len(note) * 6), _TOP + _PANEL_H + _FOOT + 16, parts)
+
+
+def _own_panel(panel: Curves, left: float, names: list[str]) -> str:
+    bottom = _TOP + _PANEL_H
+    (x_low, x_high), (y_low, y_high) = panel.x, panel.y
+
+    def at(value: tuple[float, float]) -> tuple[float, float]:
+        x = min(max(value[0], x_low), x_high)
+        return (
+            left + (x - x_low) / (x_high - x_low) * _PANEL_W,
+            bottom - (value[1] - y_low) / (y_high - y_low) * _PANEL_H,
+        )
+
+    parts = [_text(left, _TOP - 10, panel.title, INK, bold=True)]
+    for i in range(6):
+        values = x_low + (x_high - x_low) * i / 5, y_low + (y_high - y_low) * i / 5
+        x, y = at(values)
+        parts.append(_line(left, y, left + _PANEL_W, y, GRID))
+        parts.append(_text(left - 6, y + 4, f"{values[1]:.4g}", PALE, anchor="end"))
+        parts.append(_line(x, bottom, x, bottom + 4, PALE))
+        parts.append(_text(x, bottom + 17, f"{values[0]:.4g}", PALE, anchor="middle"))
+    parts.append(_text(left + _PANEL_W / 2, bottom + 34, panel.x_name, PALE, anchor="middle"))
+    for name, series in panel.lines.items():
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(at, series))
+        stroke = _colour(names.index(name))
+        parts.append(
+            f'<polyline points="{path}" fill="none" stroke="{stroke}" stroke-width="1.8"/>'
+        )
+    return "".join(parts)
+
+
 def bars(groups: Mapping[str, Mapping[str, float]], floor: float, note: str) -> str:
     """Groups of horizontal bars, each with its value; `floor` is drawn as a line."""
     names = list(next(iter(groups.values())))
@@ -125,7 +193,10 @@ def lanes(
 ) -> str:
     """Each row's lanes under each other on one scale of time, cut off at `until`."""
     left, width = 172, 860
-    fills = {"plan": "#54aeff", "retire": "#0969da", "forward": "#2da44e"}
+    used = {
+        bar.kind for group in rows.values() for bars_here in group.values() for bar in bars_here
+    }
+    fills = {kind: fill for kind, fill in FILLS.items() if kind in used}
     count = sum(len(group) for group in rows.values())
     bottom = 16.0 + count * (_LANE + _LANE_GAP) + len(rows) * 14
     parts: list[str] = []
@@ -150,8 +221,10 @@ def lanes(
         x = left + i * 110
         parts.append(f'<rect x="{x}" y="{y + 26}" width="12" height="10" fill="{fill}"/>')
         parts.append(_text(x + 18, y + 35, kind))
-    parts.append(_text(left + 350, y + 35, note, PALE))
-    return _page(left + width + 40, y + 48, parts)
+    # beside the legend, or below it where that is long
+    beside = len(fills) <= 3
+    parts.append(_text(left + 350 if beside else left, y + 35 + (0 if beside else 22), note, PALE))
+    return _page(left + width + 40, y + (48 if beside else 70), parts)
 
 
 def _bar(x: float, y: float, width: float, fill: str, label: str) -> str:

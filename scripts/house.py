@@ -26,8 +26,8 @@ MAX_PUBLIC_NAMES = 8
 LADDER = (
     *("errors", "wire", "sync", "types", "config", "plan"),
     *("observe", "text", "device", "cache", "scheduler", "loop"),
-    *("model", "parallel", "runner", "executor", "disagg"),
-    *("engine", "assemble", "llm", "sim", "doctor", "serve", "cli"),
+    *("model", "parallel", "runner", "executor", "disagg", "watch"),
+    *("engine", "assemble", "llm", "sim", "doctor", "serve", "trace", "top", "cli"),
 )
 # The package's own __init__ and __main__ stand below every room.
 FACE = "stepahead"
@@ -45,12 +45,12 @@ BLIND = {
 # of rooms that do use torch, these files.
 TORCH_FREE_ROOMS = {
     *("errors", "wire", "sync", "types", "config", "plan", FACE),
-    *("observe", "text", "cache", "scheduler", "loop"),
+    *("observe", "text", "cache", "scheduler", "loop", "watch", "top"),
 }
 NEEDS_TORCH = {"cache/pools.py", "cache/tiers.py"}
 TORCH_FREE_FILES = {
     *("device/__init__.py", "device/base.py", "device/virtual.py"),
-    *("cli/__init__.py", "cli/main.py"),
+    *("cli/__init__.py", "cli/main.py", "cli/top.py"),
 }
 
 

@@ -6,6 +6,7 @@ Loads no torch until an engine on a real device is asked for.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -111,6 +112,7 @@ def toy_engine(
     variant: Variant = ORACLE,
     on_plan: Callable[[Plan], None] = lambda plan: None,
     executor: Executor | None = None,
+    clock_ns: Callable[[], int] = time.perf_counter_ns,
 ) -> Engine:
     """An engine around the toy on cpu, hostile, or paper (no torch), unless `executor` is given."""
     settled = resolved(options, variant)
@@ -119,7 +121,8 @@ def toy_engine(
         on_paper = variant.device == "paper"
         executor = paper(settled, toy) if on_paper else inline(settled, variant)
     vocabulary = Vocabulary(pieces(toy.vocab_size), toy.specials)
-    return Engine(settled, Tap(executor, on_plan), vocabulary)
+    clock_ns = getattr(executor, "now_ns", clock_ns)  # the device's, where it runs in line
+    return Engine(settled, Tap(executor, on_plan), vocabulary, clock_ns)
 
 
 def paper(settled: Resolved, toy: Toy) -> Executor:

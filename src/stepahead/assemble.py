@@ -5,6 +5,8 @@ The one place that knows all rooms by name.  Nothing here steps the engine.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -101,9 +103,10 @@ def toy_parts(vocab_size: int = TOY_VOCAB, max_len: int = TOY_MAX_LEN) -> ModelP
 def assemble(config: EngineConfig, parts: ModelParts) -> Assembly:
     """An engine around any model that the runner's process can build from `parts`."""
     resolved = resolve(config, parts.facts)
-    executor = _executor(config.executor, runner_spec(resolved, parts))
+    executor, clock_ns = _executor(config.executor, runner_spec(resolved, parts))
     vocabulary = Vocabulary(parts.texts.token_bytes, parts.texts.special_ids)
-    engine = Engine(resolved, executor, vocabulary)
+    engine = Engine(resolved, executor, vocabulary, clock_ns)
+    engine.observer.garbage.freeze()
     return Assembly(engine, parts.texts, resolved, (*settings(resolved), *parts.notes))
 
 
@@ -164,21 +167,23 @@ def _eos_ids(spec: ModelSpec, texts: Texts) -> tuple[int, ...]:
     return tuple(token for token in ids if 0 <= token < spec.vocab_size)
 
 
-def _executor(kind: str, spec: RunnerSpec) -> Executor:
+def _executor(kind: str, spec: RunnerSpec) -> tuple[Executor, Callable[[], int]]:
+    """Where the runner is to run, and the clock of the times in its results."""
     if spec.stages > 1:
         from stepahead.executor.pipeline import PipelineExecutor
 
-        return PipelineExecutor(spec)
+        return PipelineExecutor(spec), time.perf_counter_ns
     if kind == "process":
         from stepahead.executor.process import ProcessExecutor
 
-        return ProcessExecutor(spec)
+        return ProcessExecutor(spec), time.perf_counter_ns
     # torch comes with these: a host whose runner is a process of its own does without it
     from stepahead.executor.failures import decode_build_failure, encode_build_failure
     from stepahead.executor.inline import InlineExecutor
     from stepahead.runner.build import build_runner
 
     try:
-        return InlineExecutor(build_runner(spec))
+        executor = InlineExecutor(build_runner(spec))
     except (Exception, SystemExit) as error:  # the words, and the kinds, that a worker would send
         raise decode_build_failure(encode_build_failure(error)) from error
+    return executor, executor.now_ns

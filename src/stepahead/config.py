@@ -20,6 +20,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "device": ("cpu", "cuda", "hostile"),
     "fence": ("fine", "coarse"),
     "dtype": ("float32", "bfloat16"),
+    "metric_names": ("stepahead", "vllm", "sglang"),
 }
 
 
@@ -82,6 +83,10 @@ class EngineConfig:
     seed             keys the noise of requests that bring no seed of their own
     threads          threads of the runner
     debug            check the scheduler's invariants at every step
+    observe          a port of 127.0.0.1 that shows /state, /metrics and /trace of the engine while
+                     it runs; 0 takes any free one
+    metric_names     whose names the metrics have that others have too
+    request_spans    export an OpenTelemetry span for each request; OTEL_ variables say where to
     """
 
     model: str
@@ -104,6 +109,9 @@ class EngineConfig:
     seed: int = 0
     threads: int | None = None
     debug: bool = False
+    observe: int | None = None
+    metric_names: str = "stepahead"
+    request_spans: bool = False
 
     @property
     def steps_ahead(self) -> int:
@@ -210,7 +218,8 @@ def _check_rest(config: EngineConfig) -> None:
         value = getattr(config, name)
         if isinstance(value, bool) or not isinstance(value, int):
             raise ConfigError(f"{name}={value!r}; give a whole number")
-    for name in ("serial_prefill", "prefix_cache", "debug"):
+    _check_observe(config)
+    for name in ("serial_prefill", "prefix_cache", "debug", "request_spans"):
         if not isinstance(getattr(config, name), bool):
             raise ConfigError(f"{name}={getattr(config, name)!r}; give true or false")
     if config.device == "hostile" and config.executor != "inline":
@@ -233,6 +242,17 @@ def _check_stages(config: EngineConfig) -> None:
             f"pipeline_stages={stages} with device={config.device}: stages run on device=cpu only "
             "for now"
         )
+
+
+def _check_observe(config: EngineConfig) -> None:
+    port = config.observe
+    if port is None:
+        if config.metric_names != "stepahead":
+            raise ConfigError(
+                f"metric_names={config.metric_names}, but nothing shows metrics; give observe=PORT"
+            )
+    elif isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65535:
+        raise ConfigError(f"observe={str(port)[:40]}; give a port up to 65535, or 0 for a free one")
 
 
 def _check_depth(config: EngineConfig) -> None:

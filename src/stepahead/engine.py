@@ -6,20 +6,26 @@ One thread calls it, but for `close`, which is for any.  Roles (offline, server)
 
 from __future__ import annotations
 
+import gc
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import numpy as np
 from msgspec.structs import replace
 
+from stepahead import __version__
 from stepahead.config import EngineConfig, Resolved
 from stepahead.errors import EngineClosed, EngineError, InvalidParameter
 from stepahead.loop.base import Executor, LoopCore
 from stepahead.loop.batch_queue import batch_queue_step
 from stepahead.loop.overlap import overlap_step
 from stepahead.loop.serial import serial_step
-from stepahead.observe.books import Books, Stage
+from stepahead.observe.books import Books
+from stepahead.observe.observer import Observer
+from stepahead.observe.stages import Stage
 from stepahead.scheduler.policy import Limits
 from stepahead.scheduler.scheduler import Scheduler
 from stepahead.scheduler.stop import StopTable, Vocabulary
@@ -27,6 +33,7 @@ from stepahead.sync import SyncCounts
 from stepahead.types import (
     Finish,
     FinishReason,
+    Load,
     Outputs,
     Request,
     SamplingParams,
@@ -40,7 +47,24 @@ _STEPS: dict[str, Callable[[LoopCore], Outputs | None]] = {
 }
 _NO_RIDS = np.zeros(0, np.int64)
 _NO_TOKENS = np.zeros(0, np.int32)
+_DELIVER, _IDLE = Stage.DELIVER, Stage.IDLE  # members are slow to look up
 _DROP_S = 1.0  # most that ending all requests takes: nothing in it waits for a device
+
+
+def _about(resolved: Resolved) -> dict[str, str | int]:
+    config = resolved.config
+    return {
+        "version": __version__,
+        "model": config.model,
+        "loop": config.loop,
+        "depth": config.steps_ahead,
+        "fence": config.fence,
+        "executor": config.executor,
+        "device": config.device,
+        "max_rows": config.max_rows,
+        "pages": resolved.pages - 1,
+        "page_size": config.page_size,
+    }
 
 
 def limits_of(resolved: Resolved) -> Limits:
@@ -65,17 +89,23 @@ def limits_of(resolved: Resolved) -> Limits:
 class Engine:
     """Takes requests, steps, gives outputs.  Every request gets exactly one terminal message."""
 
-    def __init__(self, resolved: Resolved, executor: Executor, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self,
+        resolved: Resolved,
+        executor: Executor,
+        vocabulary: Vocabulary,
+        clock_ns: Callable[[], int] = time.perf_counter_ns,
+    ) -> None:
+        """`clock_ns` is the clock of the device times in what the executor's flights bring."""
         self.resolved = resolved
         facts = resolved.facts
         stops = StopTable(facts.vocab_size, facts.eos_ids, vocabulary)
-        self.scheduler = Scheduler(limits_of(resolved), stops)
-        self.books = Books()
-        self.syncs = SyncCounts()
+        self.observer = Observer(clock_ns, _about(resolved))
+        self.scheduler = Scheduler(limits_of(resolved), stops, self.observer.requests)
         self._executor = executor
         config: EngineConfig = resolved.config
         depth = config.steps_ahead
-        self._core = LoopCore(self.scheduler, executor, depth, self.books, self.syncs)
+        self._core = LoopCore(self.scheduler, executor, depth, self.observer)
         self._step = partial(_STEPS[config.loop], self._core)
         self._ended: list[Finish] = []  # terminal messages that no step brought
         self._failure: EngineError | None = None
@@ -84,6 +114,28 @@ class Engine:
         # a signal's handler in the middle of a step, and must neither wait for it nor disturb it.
         self._turn = threading.Lock()
         self._rids = 0
+        self._beside = ExitStack()
+        self._beside.callback(self.observer.garbage.close)
+
+    @property
+    def books(self) -> Books:
+        """Where the host's and the device's time went."""
+        return self.observer.books
+
+    @property
+    def syncs(self) -> SyncCounts:
+        """Every pull back to serial work."""
+        return self.observer.syncs
+
+    @property
+    def flights(self) -> int:
+        """Steps launched and not yet retired."""
+        return self._core.flights
+
+    def load(self) -> Load:
+        """What there is to do, and to do it with, now; for the engine's thread, or as a question to
+        the observer."""
+        return self.scheduler.measure_load(self.scheduler.load.step)
 
     # --- requests ---------------------------------------------------------------------------
 
@@ -98,15 +150,14 @@ class Engine:
         self._check_open()
         ids = as_prompt(prompt, self.resolved.facts.vocab_size)
         self._check_ids(params)
-        self._take_turn()
-        try:
+        with self._mail():
             self._check_open()
             requests = [self._request(ids, params, choice) for choice in range(params.n)]
             self.scheduler.add(requests, wait)
             # counted when taken in: a refusal must not change the noise of those that come after
             self._rids += params.n
-        finally:
-            self._turn.release()
+            for request in requests:
+                self.observer.requests.arrived(request.rid, len(ids))
         return [request.rid for request in requests]
 
     def _request(self, prompt: np.ndarray, params: SamplingParams, choice: int) -> Request:
@@ -133,11 +184,23 @@ class Engine:
     def abort(self, rid: int) -> None:
         """Ends a request; its terminal message comes with the next step.  Unknown ids are ignored:
         the request may just have ended."""
-        self._take_turn()
-        try:
+        with self._mail():
             finish = self.scheduler.abort(rid)
             if finish is not None:
                 self._ended.append(finish)
+
+    @contextmanager
+    def _mail(self) -> Generator[None]:
+        """The host takes something in; then it is at what it was before."""
+        self._take_turn()
+        try:
+            with self.observer.working:
+                before = self.books.stage
+                self.books.enter(Stage.MAIL)
+                try:
+                    yield
+                finally:
+                    self.books.rest(before)
         finally:
             self._turn.release()
 
@@ -157,12 +220,21 @@ class Engine:
         After `close` it runs nothing, and tells the ends of what still ran; then EngineClosed.
         """
         self._take_turn()
+        garbage = self.observer.garbage
         try:
-            running = not self._closed and self._failure is None
-            if not running and not self._rest():
-                self._check_open()
-            return self._with_ended(self._run() if running else None)
+            garbage.automatic = gc.isenabled()
+            gc.disable()  # or it may collect between a step's end and the next launch
+            with self.observer.working:
+                running = not self._closed and self._failure is None
+                if not running and not self._rest():
+                    self._check_open()
+                outputs = self._with_ended(self._run() if running else None)
+                self._take_down(outputs)
+                self.observer.answer()
+            return outputs
         finally:
+            if garbage.automatic:
+                gc.enable()
             self._turn.release()
 
     def _rest(self) -> list[Finish]:
@@ -179,8 +251,19 @@ class Engine:
             if not self._closed:  # else it is how a close ends the wait of this step
                 self._failure = error
                 self._drop("error", str(error))
-        self.books.enter(Stage.DELIVER if self.scheduler.has_work else Stage.IDLE)
+        if self.scheduler.has_work:
+            self.books.enter(_DELIVER)
+        else:
+            self.books.rest(_IDLE)
         return outputs
+
+    def _take_down(self, outputs: Outputs | None) -> None:
+        if outputs is None:
+            return
+        log = self.observer.requests
+        log.delivered(outputs.rids, outputs.first)
+        for finish in outputs.finishes:
+            log.ended(finish.rid, finish.reason, len(finish.tokens))
 
     def _with_ended(self, outputs: Outputs | None) -> Outputs | None:
         if not self._ended:
@@ -240,7 +323,12 @@ class Engine:
                 finally:
                     self._turn.release()
         finally:
-            self._executor.close()
+            with self._beside:
+                self._executor.close()
+
+    def on_close(self, farewell: Callable[[], object]) -> None:
+        """Calls this at the end of `close`, in its thread: for what lives beside the engine."""
+        self._beside.callback(farewell)
 
     def _drop(self, reason: FinishReason, error: str = "") -> None:
         """Nothing is in the air any more, and every request has its end."""

@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from stepahead.sync import Sync
+from stepahead.sync import Held, Sync
 from stepahead.types import HiddenRows, LogprobRows, SamplingParams
 from stepahead.wire import decoder, encode
 
@@ -86,8 +86,11 @@ class Result(msgspec.Struct, frozen=True, array_like=True, eq=False):
     """What one step gave.
 
     `tokens` int32[n + s]: one for each decode row in the plan's order, then one for each chunk
-    that samples.  Device times are monotonic nanoseconds.  A non-empty `error` means the step
-    failed as a whole and nothing in it counts.  `syncs`: where the runner could not run ahead.
+    that samples.  Times are monotonic nanoseconds: when the runner had the plan, when it had queued
+    the step's last operation, when the device began and ended; 0 where nobody says.  A non-empty
+    `error` means the step failed as a whole and nothing in it counts.  `syncs`: where the runner
+    could not run ahead.  `held`: what kept it, or the device, from going on; in steady decode
+    nothing does.
     """
 
     step: int
@@ -99,6 +102,9 @@ class Result(msgspec.Struct, frozen=True, array_like=True, eq=False):
     error: str = ""
     hidden: HiddenRows | None = None
     syncs: tuple[Sync, ...] = ()
+    received_ns: int = 0
+    submitted_ns: int = 0
+    held: tuple[Held, ...] = ()
 
     @property
     def has_extras(self) -> bool:

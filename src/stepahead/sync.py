@@ -2,11 +2,14 @@
 
 A name stands for something that was waited for, or done in line, for the sake of some rows; the
 counts say in how many steps and for how many rows.  What is not named here is not waited for.
+
+Beside them, why a device stands idle: each nanosecond of it has one `Cause`.
 """
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import Enum, IntEnum
+from typing import NamedTuple
 
 import msgspec
 
@@ -31,6 +34,40 @@ class Sync(msgspec.Struct, frozen=True, array_like=True):
 
     reason: SyncReason
     rows: int
+
+
+class Cause(IntEnum):
+    """Why the device stands idle; `observe.causes` has the rules."""
+
+    PLAN_LATE = 0  # the host was at something else than handing over the next step
+    LAUNCH_LATE = 1  # the step was on its way: encoded, sent, received, queued on the device
+    MASK_LATE = 2  # a grammar's mask was not there yet
+    FENCE = 3  # a plan's writes had waited for the reads of the step before
+    COPY = 4  # a copy between host and device, or results on their way home
+    NO_WORK = 5  # nobody had asked for anything
+    GARBAGE_COLLECTION = 6  # Python looked for cycles
+    UNKNOWN = 7  # the step lay on the device and nothing says why it did not begin
+
+    @property
+    def label(self) -> str:
+        """In words."""
+        return self.name.lower().replace("_", " ")
+
+
+class Held(msgspec.Struct, frozen=True, array_like=True):
+    """What kept the runner, or the device behind it, from going on, and when, in ns."""
+
+    cause: Cause
+    start_ns: int
+    end_ns: int
+
+
+class Waited(NamedTuple):
+    """A wait of the host inside a device, and when, on the device's clock."""
+
+    reason: SyncReason
+    start_ns: int
+    end_ns: int
 
 
 class SyncCounts:

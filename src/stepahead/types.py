@@ -283,6 +283,7 @@ class Load(msgspec.Struct, frozen=True):
     requests_waiting: int = 0
     pages_free: int = 0
     pages_cached: int = 0
+    pages_evictable: int = 0  # of those cached, whom nobody holds
     pages_total: int = 0
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from stepahead.sim import host_cost, overhead, overlap, pipeline
+from stepahead.sim import host_cost, overhead, overlap, pipeline, recorder
 
 
 def shown(table: Any) -> str:
@@ -86,3 +86,21 @@ def test_the_pipeline_table_shows_shares_of_what_is_possible(
     assert by_case[3, 4]["bound_per_s"] == 50.0  # F = 20 ms, with every stage busy
     assert by_case[3, 3]["bound_per_s"] == 45.45  # 3 / (3 F + H), H = 6 ms
     assert "0.800" in shown(pipeline.table(found))
+
+
+@pytest.mark.parametrize("loop", ["serial", "overlap"])
+def test_known_times_are_those_of_the_books(loop: str) -> None:
+    found = recorder.known_times(loop, 4.0, 2.0, 6)
+    assert found["balance"] > 0
+    assert {"hidden_ms", "exposed_ms", "of_H"} <= found.keys()
+
+
+def test_the_recorders_cost_is_that_of_an_engine_with_one_over_one_without() -> None:
+    costs = [recorder.cost(rows, 3, 8) for rows in (1, 4)]
+    assert all(case["bare_us"] > 0 and case["step_us"] > 0 for case in costs)
+    known = {"loop": "serial", "F_ms": 40.0, "H_ms": 20.0, "hidden_ms": 0.0}
+    known |= {"exposed_ms": 20.0, "of_H": 1.0, "balance": 1.0}
+    tables = recorder.tables({"known": [known], "cost": costs, "alone": {"event_ns": 300}})
+    assert "1.000" in shown(tables[0])
+    assert "us" in shown(tables[1])
+    assert "300" in shown(tables[2])

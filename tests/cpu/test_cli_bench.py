@@ -43,7 +43,13 @@ def test_each_loop_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
         assert 0 < figures["ttft_ms_p50"] <= figures["ttft_ms_p99"]
         assert figures["host_exposed_us"] > 0
         assert 0 < figures["device_idle_pct"] < 100
+        assert line["probes"][loop]["loop"] == loop
+        assert line["probes"][loop]["steps"] >= 8
     table = "\n".join(told)
+    assert "ms, p50/p90/p99" in table
+    for words in ("host works", "launched ahead", "decode step", "token to token"):
+        assert words in table
+    assert sum(words.startswith(f"{loop}: device busy ") for words in told) == 1
     assert "6 prompts of 20 tokens, 8 out" in table
     assert "6 in" in table
     assert "48" in table  # output tokens

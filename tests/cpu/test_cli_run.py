@@ -141,6 +141,9 @@ def test_settings_and_a_summary_go_to_stderr(
     assert "5 answered, 0 failed" in captured.err
     for row in ("output tokens/s", "TTFT p50", "TPOT p50", "host hidden", "idle: plan late"):
         assert row in captured.err
+    assert "device busy " in captured.err
+    for probe in ("host", "results", "launches", "tokens"):
+        assert f"\n  {probe:<9} " in captured.err
     assert run("toy", asked, out, "--quiet") == 0
     assert capsys.readouterr() == ("", "")
 

@@ -115,7 +115,9 @@ def test_an_event_is_done_when_the_device_has_passed_it(fake: FakeCuda) -> None:
     device.sync(event, SyncReason.HOST_LENGTHS)
     assert time.perf_counter() - begin > 0.09
     assert event.done()
-    assert device.waited() == (SyncReason.HOST_LENGTHS,)
+    (waited,) = device.waited()
+    assert waited.reason is SyncReason.HOST_LENGTHS
+    assert waited.start_ns <= waited.end_ns <= device.now_ns()
     assert device.waited() == ()
 
 

@@ -20,6 +20,7 @@ def test_the_demo_answers_alike_with_both_loops_and_draws_them(tmp_path: Path) -
     picture = tmp_path / "out" / "demo.html"
     command = [sys.executable, "-m", "stepahead", "demo", str(model)]
     command += ["--picture", str(picture), "--max-tokens", "12", "--json"]
+    command += ["--observe", "0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     line = json.loads(done.stdout.splitlines()[-1])
@@ -30,7 +31,12 @@ def test_the_demo_answers_alike_with_both_loops_and_draws_them(tmp_path: Path) -
         assert 0 <= line[loop]["device_idle_pct"] <= 100
         assert line[loop]["host_hidden_us"] + line[loop]["host_exposed_us"] > 0
     assert line["picture"] == str(picture)
+    assert {loop: told["depth"] for loop, told in line["probes"].items()} == {
+        "serial": 1,
+        "overlap": 2,
+    }
     page = picture.read_text("utf-8")
     assert page.count("device idle") >= 4
     assert "not a model" in page  # the sleeping device says what it is
     assert "same tokens: 32 of 32" in done.stderr
+    assert done.stderr.count("/metrics and /trace show this engine") == 2

@@ -6,7 +6,20 @@ table.
 
 from __future__ import annotations
 
-from mutations import cache, device, ends, model, pipeline, runner, sampling, scheduler
+from mutations import (
+    cache,
+    device,
+    ends,
+    model,
+    observe,
+    pipeline,
+    probes,
+    runner,
+    sampling,
+    scheduler,
+    trace,
+    watch,
+)
 
 MUTATIONS = [
     *runner.MUTATIONS,
@@ -17,4 +30,8 @@ MUTATIONS = [
     *device.MUTATIONS,
     *ends.MUTATIONS,
     *pipeline.MUTATIONS,
+    *observe.MUTATIONS,
+    *probes.MUTATIONS,
+    *trace.MUTATIONS,
+    *watch.MUTATIONS,
 ]

@@ -298,7 +298,7 @@ MUTATIONS = [
         "blocking copies are not counted",
         "a hidden sync",
         "device/hostile.py",
-        "            self._count_sync(SyncReason.BLOCKING_COPY)\n",
+        "            self._count_sync(SyncReason.BLOCKING_COPY, began_ns)\n",
         "",
         "tests/cpu/test_hostile_modes.py::test_a_blocking_copy_holds_the_host_and_is_counted",
     ),

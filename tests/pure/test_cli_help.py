@@ -78,7 +78,7 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["fly"], "unknown command 'fly'; choose one of run, chat, bench, demo"),
+        (["fly"], "unknown command 'fly'; choose one of run, chat, bench, trace, top, demo"),
         (["run", "toy", "--input", "a", "--output", "b", "--max-row", "3"], "--max-row"),
         (["run", "toy", "--input", "a"], "--output"),
         (["run", "--input", "a", "--output", "b"], "MODEL"),

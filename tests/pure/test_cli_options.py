@@ -45,6 +45,8 @@ EXAMPLES = {
     "kv_memory_gb": 0.5,
     "prefix_cache": True,
     "debug": True,
+    "metric_names": "vllm",
+    "request_spans": True,
 }
 
 

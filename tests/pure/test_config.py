@@ -48,6 +48,9 @@ BAD: dict[str, list[Any]] = {
     "seed": ["1", 1.0, None, True],
     "threads": NOT_COUNTS,
     "debug": [None, 0, "no"],
+    "observe": [-1, 65536, 1.5, "9100", True],
+    "metric_names": ["grafana", None, 1],
+    "request_spans": [None, 0, "no"],
 }
 
 
@@ -63,7 +66,11 @@ def test_a_bad_value_is_refused_by_name(name: str, value: Any) -> None:
 
 @pytest.mark.parametrize(("name", "choice"), [(n, c) for n, cs in CHOICES.items() for c in cs])
 def test_every_choice_is_taken(name: str, choice: str) -> None:
-    options = {name: choice} | ({"executor": "inline"} if name == "device" else {})
+    beside: dict[str, dict[str, Any]] = {
+        "device": {"executor": "inline"},
+        "metric_names": {"observe": 0},
+    }
+    options = {name: choice} | beside.get(name, {})
     assert getattr(config_from("toy", options), name) == choice
 
 

@@ -45,7 +45,7 @@ def test_a_boundary_is_told_from_the_end_of_its_step() -> None:
         HostSpan(Stage.WAIT, 90, 239),
     )
     known = {cause: ns for cause, ns in cut.gap_idle_ns.items() if ns}
-    assert known == {"hand-over": 5, "retire late": 15, "plan late": 10}
+    assert known == {"copy": 5, "plan late": 25}
     assert sum(known.values()) == cut.gap_ns
 
 

@@ -28,7 +28,6 @@ from stepahead.sim.virtual import (
     constant,
     host_work,
     intervals_ns,
-    put_on,
     rig,
     steady,
 )
@@ -165,8 +164,7 @@ def test_tokens_do_not_depend_on_times_and_the_books_balance(choice: LoopChoice,
         )
         settled = resolved(work.options, variant)
         executor = VirtualExecutor(paper(settled, toy_of(work.options)), clock, timing)
-        engine = toy_engine(work.options, variant, executor=executor)
-        put_on(engine, clock)
+        engine = toy_engine(work.options, variant, executor=executor, clock_ns=clock.now_ns)
         plan_ns, retire_ns = (lambda step, row=row: row[step % 512] for row in draws[2:])
         charge(engine, clock, HostWork(plan_ns, retire_ns))
         runs.append(Client(engine, work).play())
@@ -182,7 +180,7 @@ def test_tokens_do_not_depend_on_times_and_the_books_balance(choice: LoopChoice,
 def test_the_device_idles_for_named_causes_and_no_longer() -> None:
     costs, work = shapes.timing(10.0, handover=0.25, launch=0.5), host_work(6.0)
     expected = {
-        SERIAL: {"plan late": 1.5, "launch late": 0.5, "hand-over": 0.25, "retire late": 4.5},
+        SERIAL: {"plan late": 6.0, "launch late": 0.5, "copy": 0.25},
         OVERLAP: {},
         QUEUES[1]: {},
     }

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from stepahead.cli.options import EngineFlags, Quiet, given, open_model
-from stepahead.cli.tables import Summary, summary_table
+from stepahead.cli.tables import Summary, show_probes, summary_table
 from stepahead.config import CHOICES
 from stepahead.errors import ConfigError
 from stepahead.llm.figures import RunTally
@@ -62,7 +62,9 @@ def bench(
             runs[name] = measure_model(llm, load)
     if not quiet:
         print(f"{num_prompts} prompts of {input_len} tokens, {output_len} out")
-        Console().print(summary_table(runs))
+        console = Console()
+        console.print(summary_table(runs))
+        show_probes(console, {name: run.probes for name, run in runs.items()})
     print(json.dumps(_line(model, load, runs)))
 
 
@@ -121,7 +123,8 @@ def measure_model(llm: LLM, load: Load) -> Summary:
     for output in llm.generate(prompts, params):
         tally.add(output)
     wall_s, books = time.monotonic() - began_s, llm.engine.books.summary(mark)
-    return Summary(tally, wall_s, books, llm.engine.syncs.since(before))
+    syncs = llm.engine.syncs.since(before)
+    return Summary(tally, wall_s, books, syncs, llm.probes(mark.at_ns))
 
 
 def _prompts(llm: LLM, count: int, length: int, random: np.random.Generator) -> list[list[int]]:
@@ -139,4 +142,5 @@ def _line(model: str, load: Load, runs: dict[str, Summary]) -> dict[str, Any]:
         "input_len": load.input_len,
         "output_len": load.output_len,
     }
-    return line | {name: run.figures.rounded() for name, run in runs.items()}
+    line |= {name: run.figures.rounded() for name, run in runs.items()}
+    return line | {"probes": {name: run.probes.as_dict() for name, run in runs.items()}}

@@ -16,12 +16,13 @@ from rich.console import Console
 from rich.table import Table
 
 from stepahead.cli.demo_prompts import DEMO_PROMPTS
-from stepahead.cli.options import packaged_model
-from stepahead.cli.tables import sync_rows
+from stepahead.cli.options import packaged_model, tell_where
+from stepahead.cli.tables import show_probes, sync_rows
 from stepahead.llm.figures import Figures, RunTally
 from stepahead.llm.offline import LLM
 from stepahead.observe.books import BookSummary
 from stepahead.observe.picture import Panel, render
+from stepahead.observe.probes import Probes
 from stepahead.observe.timeline import Boundary, boundary, typical_step
 from stepahead.types import RequestOutput, SamplingParams
 
@@ -42,6 +43,7 @@ class LoopRun:
     figures: Figures
     books: BookSummary
     boundary: Boundary
+    probes: Probes
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ def demo(
     picture: Path = Path("out/demo.html"),
     max_tokens: int = 64,
     json: bool = False,
+    observe: int | None = None,
 ) -> int:
     """32 chat prompts, once with each loop: figures side by side, the same tokens, a picture.
 
@@ -75,10 +78,12 @@ def demo(
         Most tokens of an answer.
     json
         Print one line of JSON on stdout, last; all else goes to stderr.
+    observe
+        A port of 127.0.0.1 that shows each engine while it runs; 0 takes any free one.
     """
     path = str(packaged_model()) if model is None else model
     console = Console(stderr=json)
-    runs = {loop: _run_loop(path, loop, max_tokens, console) for loop in LOOPS}
+    runs = {loop: _run_loop(path, loop, max_tokens, console, observe) for loop in LOOPS}
     same = [_tokens(a) == _tokens(b) for a, b in zip(*_outputs(runs), strict=True)]
     parted = _differences(path, runs, same, max_tokens) if not all(same) else []
     console.print("sleeping device, both loops (a stand-in: its forward sleeps)")
@@ -91,9 +96,13 @@ def demo(
     return 0 if all(difference.margin < ROUNDING for difference in parted) else 1
 
 
-def _run_loop(model: str, loop: str, max_tokens: int, console: Console) -> LoopRun:
+def _run_loop(
+    model: str, loop: str, max_tokens: int, console: Console, observe: int | None = None
+) -> LoopRun:
     console.print(f"loop [bold]{loop}[/bold]: loading the model")
-    with LLM(model, loop=loop, max_rows=len(DEMO_PROMPTS), num_pages=POOL_PAGES) as llm:
+    options = {"max_rows": len(DEMO_PROMPTS), "num_pages": POOL_PAGES, "observe": observe}
+    with LLM(model, loop=loop, **options) as llm:
+        tell_where(llm)
         ids = [llm.tokenizer.encode_chat(_conversation(text)) for text in DEMO_PROMPTS]
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
         warm = SamplingParams(temperature=0.0, max_tokens=4)
@@ -108,7 +117,7 @@ def _run_loop(model: str, loop: str, max_tokens: int, console: Console) -> LoopR
         events = llm.engine.books.recent()
         shown = boundary(events, typical_step(events))
         figures = tally.figures(wall_s, books, llm.engine.syncs.since(before))
-        return LoopRun(outputs, figures, books, shown)
+        return LoopRun(outputs, figures, books, shown, llm.probes(mark.at_ns))
 
 
 def _conversation(text: str) -> list[dict[str, str]]:
@@ -173,6 +182,7 @@ def _report(
     picture: Path,
 ) -> None:
     console.print(_table(runs))
+    show_probes(console, {loop: run.probes for loop, run in runs.items()})
     console.print(f"same tokens: {sum(same)} of {len(same)}", highlight=False)
     for difference in parted:
         console.print(
@@ -213,5 +223,6 @@ def _line(runs: dict[str, LoopRun], same: list[bool], picture: Path) -> dict[str
         "prompts": len(same),
         "same_tokens": sum(same),
         **figures,
+        "probes": {loop: run.probes.as_dict() for loop, run in runs.items()},
         "picture": str(picture),
     }

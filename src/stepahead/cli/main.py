@@ -50,6 +50,16 @@ _VERBS = {
     Prompts of random tokens are asked all at once and answered greedily at full length. The last
     line on stdout is JSON.
     """,
+    "stepahead.cli.trace:app": """Record a timeline of every step; open, sum up, compare.
+
+    Timelines are Chrome's JSON, plain or gzipped: Perfetto and tools for torch.profiler's files
+    read them too. A running engine is asked with --url, or a model is run for it.
+    """,
+    "stepahead.cli.top:top": """A running engine or server, live in the terminal.
+
+    Reads /state of an engine with --observe PORT, or /metrics of vLLM and SGLang, and says what
+    those do not tell. The exit code of --once is 1 if nothing answers.
+    """,
     "stepahead.cli.demo:demo": """32 prompts with the host in the way, then with the host hidden.
 
     A real model, once with each loop: figures side by side, the same tokens, and a picture. The

@@ -145,7 +145,15 @@ def open_model(
     llm = LLM(model, chat_template=chat_template, **(defaults | given(flags)))
     for line in () if quiet else llm.settings:
         tell(line)
+    if not (quiet and llm.resolved.config.observe):  # a port that was named need not be told
+        tell_where(llm)
     return llm
+
+
+def tell_where(llm: LLM) -> None:
+    """Where the engine is shown, if it is."""
+    if llm.observe_url is not None:
+        tell(f"{llm.observe_url}/state, /metrics and /trace show this engine")
 
 
 def tell(line: str) -> None:

@@ -23,7 +23,7 @@ from stepahead.cli.options import (
     open_model,
     tell,
 )
-from stepahead.cli.tables import Summary, summary_table
+from stepahead.cli.tables import Summary, show_probes, summary_table
 from stepahead.errors import ConfigError, EngineError, InvalidParameter, RequestError
 from stepahead.executor.stops import exit_code
 from stepahead.llm.collect import Collector, News
@@ -71,7 +71,8 @@ def run(
         mark, began_s = llm.engine.books.mark(), time.monotonic()
         batch.run(read_lines(input))
         wall_s, books = time.monotonic() - began_s, llm.engine.books.summary(mark)
-        summary = Summary(batch.tally, wall_s, books, llm.engine.syncs)
+        probes = llm.probes(mark.at_ns)
+        summary = Summary(batch.tally, wall_s, books, llm.engine.syncs, probes)
     if not quiet:
         _show(batch, summary)
     return _tell_end(batch, llm.engine.failure)
@@ -193,7 +194,9 @@ def _show(batch: Batch, summary: Summary) -> None:
     if batch.cut_short:
         title += f", {batch.cut_short} cut short"
     tell(title)
-    Console(stderr=True).print(summary_table({"": summary}))
+    console = Console(stderr=True)
+    console.print(summary_table({"": summary}))
+    show_probes(console, {"": summary.probes})
 
 
 def _tell_end(batch: Batch, failure: EngineError | None) -> int:

@@ -5,22 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from rich.console import Console
 from rich.table import Table
 
 from stepahead.llm.figures import Figures, RunTally
 from stepahead.observe.books import BookSummary
+from stepahead.observe.probes import ALL, Probes
+from stepahead.observe.spread import Spread
 from stepahead.sync import SyncCounts
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A finished run: its requests, its seconds, and over them both books and the pulls back to
-    serial work."""
+    """A finished run: its requests, its seconds, and over them both books, the pulls back to serial
+    work, and the probes of its steps."""
 
     tally: RunTally
     wall_s: float
     books: BookSummary
     syncs: SyncCounts
+    probes: Probes
 
     @property
     def figures(self) -> Figures:
@@ -65,6 +69,54 @@ def sync_rows(runs: Iterable[SyncCounts]) -> Iterator[tuple[str, ...]]:
     for reason in dict.fromkeys(reason for run in counts for reason in run):
         cells = (_held(run[reason]) if reason in run else "-" for run in counts)
         yield (f"sync: {reason}", *cells)
+
+
+# label, probe, figure
+_PROBED = (
+    ("host works", "host", "work"),
+    ("  exposed", "host", "exposed"),
+    ("host waits", "host", "blocked"),
+    ("launched ahead", "results", "land_after_launch"),
+    ("step", "launches", "interval"),
+    ("token to token", "tokens", "gap"),
+)
+
+
+def probe_table(runs: Mapping[str, Probes]) -> Table:
+    """One column a run with p50/p90/p99 of the probes, in ms; a row for each kind of step where
+    they are not to be added up."""
+    heads = (f"[bold]{name or 'p50/p90/p99'}" for name in runs)
+    table = Table("ms" if "" in runs else "ms, p50/p90/p99", *heads, show_header=True)
+    for label, probe, figure in _PROBED:
+        spreads = [run.four[probe].spreads[figure] for run in runs.values()]
+        kinds = dict.fromkeys(kind for one in spreads for kind in one)
+        for kind in [ALL] if ALL in kinds else kinds:
+            shown = label if kind == ALL else f"{kind} {label}"
+            table.add_row(shown, *(_spread(one.get(kind)) for one in spreads))
+    return table
+
+
+def _spread(one: Spread | None) -> str:
+    if one is None:
+        return "-"
+    return "/".join(f"{ns / 1e6:.3g}" for ns in (one.p50_ns, one.p90_ns, one.p99_ns))
+
+
+def verdict_lines(runs: Mapping[str, Probes]) -> list[str]:
+    """What the probes mean: a line for each run; of a single one, each probe's too."""
+    lines = [f"{name}: {run.verdict}" if name else run.verdict for name, run in runs.items()]
+    only = next(iter(runs.values()))
+    if len(runs) == 1 and only.totals.steps:
+        lines += [f"  {name:<9} {probe.verdict}" for name, probe in only.four.items()]
+    return lines
+
+
+def show_probes(console: Console, runs: Mapping[str, Probes]) -> None:
+    """The probes of some runs, figures first; without a step there are none."""
+    if any(run.totals.steps for run in runs.values()):
+        console.print(probe_table(runs))
+    for line in verdict_lines(runs):
+        console.print(line, highlight=False)
 
 
 def _held(count: dict[str, int]) -> str:

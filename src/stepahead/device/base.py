@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
-from stepahead.sync import SyncReason
+from stepahead.sync import SyncReason, Waited
 
 if TYPE_CHECKING:
     import numpy as np
@@ -131,7 +131,7 @@ class Device(Protocol):
         """Blocks the host for a named reason, asleep; landing is the only wait that needs none."""
         ...
 
-    def waited(self) -> tuple[SyncReason, ...]:
+    def waited(self) -> tuple[Waited, ...]:
         """What the host has waited for since it was last asked, landings excepted."""
         ...
 

@@ -32,7 +32,7 @@ from stepahead.device.base import Event, HostArray, Stream, Work
 from stepahead.device.copier import CopyThread
 from stepahead.device.staging import RingStaging, StagingRing
 from stepahead.errors import ConfigError, EngineError
-from stepahead.sync import SyncReason
+from stepahead.sync import SyncReason, Waited
 
 _DRAWS = 128  # torch's pool has 32 streams: four rounds
 _PROBE_CYCLES = 20_000_000  # some 10 ms
@@ -187,7 +187,7 @@ class CudaDevice:
         schedule, forward, copy, self._marks = distinct_streams(index, 4)
         self._streams = {Stream.SCHEDULE: schedule, Stream.FORWARD: forward, Stream.COPY: copy}
         self._begun = False
-        self._waited: list[SyncReason] = []
+        self._waited: list[Waited] = []
         self._clock = _Clock(forward)
         self._ring = StagingRing(self, depth)
         self._blocks: dict[str, list[Tensor]] = {}
@@ -238,10 +238,11 @@ class CudaDevice:
 
     def sync(self, event: Event, reason: SyncReason) -> None:
         """Sleeps until the event."""
-        self._waited.append(reason)
+        began_ns = self.now_ns()
         event.wait()
+        self._waited.append(Waited(reason, began_ns, self.now_ns()))
 
-    def waited(self) -> tuple[SyncReason, ...]:
+    def waited(self) -> tuple[Waited, ...]:
         """What `sync` was called for.  Copies that block wait in a thread of their own, and hold
         up nobody."""
         waited = tuple(self._waited)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from stepahead.device.base import Event, Graph, Stream, Work
-from stepahead.sync import SyncReason
+from stepahead.sync import SyncReason, Waited
 
 _PLACE = torch.device("cpu")
 
@@ -77,7 +77,7 @@ class EagerDevice:
     """Runs operations where they are enqueued; errors surface there too."""
 
     def __init__(self) -> None:
-        self._waited: list[SyncReason] = []
+        self._waited: list[Waited] = []
 
     @property
     def place(self) -> torch.device:
@@ -103,9 +103,10 @@ class EagerDevice:
 
     def sync(self, event: Event, reason: SyncReason) -> None:
         """Nothing to wait for either; that somebody would have is told all the same."""
-        self._waited.append(reason)
+        now_ns = self.now_ns()
+        self._waited.append(Waited(reason, now_ns, now_ns))
 
-    def waited(self) -> tuple[SyncReason, ...]:
+    def waited(self) -> tuple[Waited, ...]:
         """What `sync` was called for."""
         if not self._waited:
             return ()

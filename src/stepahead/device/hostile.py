@@ -30,7 +30,7 @@ from stepahead.device.staging import RingStaging, StagingRing
 from stepahead.device.tape import capture
 from stepahead.device.timing import Timing, VirtualClock
 from stepahead.errors import ConfigError, EngineError
-from stepahead.sync import SyncReason
+from stepahead.sync import SyncReason, Waited
 
 POISON = -7_777_777
 _PLACE = torch.device("cpu")
@@ -147,7 +147,7 @@ class HostileDevice:
         beside: HostileDevice | None = None,
         name: str = "",
     ) -> None:
-        self._waited: list[SyncReason] = []
+        self._waited: list[Waited] = []
         self._depth = depth
         self._modes = modes
         self._timing = timing
@@ -207,19 +207,20 @@ class HostileDevice:
         """Waits, and counts it under the reason."""
         self._begin_call()
         assert isinstance(event, HostileEvent)
-        self._count_sync(reason)
+        began_ns = self._time.host_ns
         self._run_until(event)
+        self._count_sync(reason, began_ns)
 
-    def waited(self) -> tuple[SyncReason, ...]:
+    def waited(self) -> tuple[Waited, ...]:
         """What the host has waited for since it was last asked, landings excepted."""
         self._check_thread()
         waited = tuple(self._waited)
         self._waited.clear()
         return waited
 
-    def _count_sync(self, reason: SyncReason) -> None:
+    def _count_sync(self, reason: SyncReason, began_ns: int) -> None:
         self.counts.syncs[reason] += 1
-        self._waited.append(reason)
+        self._waited.append(Waited(reason, began_ns, self._time.host_ns))
 
     def stage(self, step: int) -> RingStaging:
         """A step's staging block.  What the step of `depth` calls ago downloaded is overwritten."""
@@ -245,8 +246,9 @@ class HostileDevice:
 
         self._queue_timed(Stream.COPY, copy, (name,), (target.name,))
         if self._modes.blocking_copies:
-            self._count_sync(SyncReason.BLOCKING_COPY)
+            began_ns = self._time.host_ns
             self._run_until(self._point(Stream.COPY))
+            self._count_sync(SyncReason.BLOCKING_COPY, began_ns)
         self._queues.run_some()
         return target
 

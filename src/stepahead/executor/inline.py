@@ -105,6 +105,10 @@ class InlineExecutor:
         self._failed: tuple[int, StepFailed] | None = None  # the first step that failed, and why
         self.at_work = _AtWork(self._close_runner)
 
+    def now_ns(self) -> int:
+        """The clock of the times in results."""
+        return self._runner.now_ns()
+
     def launch(self, plan: Plan) -> InlineFlight:
         """Returns when the runner's `launch` does; EngineClosed after `close`."""
         flight = None

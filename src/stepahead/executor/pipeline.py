@@ -17,6 +17,7 @@ from stepahead.errors import RunnerDied, StepaheadError
 from stepahead.executor.child import stop_all
 from stepahead.executor.ends import LOST, close_ends, open_links
 from stepahead.executor.process import BUILDER, GRACE_S, START_S, ProcessExecutor, ProcessFlight
+from stepahead.observe.stages import Enter, Stage
 from stepahead.plan import Plan, Result, encode_plan
 from stepahead.runner.spec import RunnerSpec
 
@@ -50,6 +51,7 @@ class PipelineExecutor:
         raised names the stage."""
         self._owner = os.getpid()
         self._closing = threading.Lock()  # taken by the first to close, for good
+        self._enter: Enter = int  # tells nobody
         self._stages: list[ProcessExecutor] = []
         try:
             self._start(spec, builder)
@@ -99,9 +101,15 @@ class PipelineExecutor:
         """The stages' processes."""
         return tuple(stage.pid for stage in self._stages)
 
+    def tell_stages(self, enter: Enter) -> None:
+        """As in `TellsStages`."""
+        self._enter = enter
+        self._stages[-1].tell_stages(enter)
+
     def launch(self, plan: Plan) -> PipelineFlight:
         """Hands the plan to each stage, whatever they are busy with; RunnerDied, EngineClosed."""
         data = encode_plan(plan)
+        self._enter(Stage.LAUNCH)
         try:
             for stage in self._stages:
                 stage.send(data)

@@ -18,6 +18,7 @@ from stepahead.executor.channel import Kind, open_channel
 from stepahead.executor.child import END_S, Child
 from stepahead.executor.ends import StageEnds
 from stepahead.executor.failures import decode_build_failure, decode_step_failure
+from stepahead.observe.stages import Enter, Stage
 from stepahead.plan import (
     Control,
     Plan,
@@ -30,6 +31,8 @@ from stepahead.runner.spec import RunnerSpec
 
 # What a channel raises: the worker is gone, or another thread has closed the channel.
 _GONE = (EOFError, OSError, ValueError)
+# looked up once: members of an enumeration are slow to find
+_LAUNCH, _DECODE = Stage.LAUNCH, Stage.DECODE
 GRACE_S = 1.0  # a worker that is not in a forward needs half of it, most for unloading torch
 # The most that `close` takes, whatever the worker is at: a forward without an end, a copy that
 # never lands, a device that is gone.  No flight is waited for.
@@ -82,6 +85,7 @@ class ProcessExecutor:
         more_fds = () if ends is None else ends.fds
         self._channel, fds = open_channel()
         self._flights: deque[ProcessFlight] = deque()
+        self._enter: Enter = int  # tells nobody
         self._closed = False
         self._closing = threading.Lock()  # taken by the first to close, for good
         self._owner = os.getpid()
@@ -103,9 +107,15 @@ class ProcessExecutor:
         """The worker's process."""
         return self.child.pid
 
+    def tell_stages(self, enter: Enter) -> None:
+        """As in `TellsStages`."""
+        self._enter = enter
+
     def launch(self, plan: Plan) -> ProcessFlight:
         """Hands the plan over, whatever the worker is busy with; RunnerDied, EngineClosed."""
-        self.send(encode_plan(plan))
+        data = encode_plan(plan)
+        self._enter(_LAUNCH)
+        self.send(data)
         return self.flight(plan.step)
 
     def send(self, data: bytes) -> None:
@@ -124,7 +134,9 @@ class ProcessExecutor:
     def receive(self, flight: ProcessFlight) -> Result:
         """Takes results in, which come in the order of launch, until that of `flight` is there."""
         while flight.result is None:
-            result = decode_result(self._next_frame()[1])
+            frame = self._next_frame()[1]
+            self._enter(_DECODE)
+            result = decode_result(frame)
             oldest = self._flights.popleft()
             assert oldest.step == result.step, "the worker answered out of order"
             oldest.result = result

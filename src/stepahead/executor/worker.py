@@ -7,13 +7,17 @@ cost 1 to 50 µs a step (benchmarks/transport.py), and a plan that is large wait
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import pickle
 import sys
 import threading
+import time
 import traceback
 from functools import partial
 from importlib import import_module
+
+from msgspec.structs import replace
 
 from stepahead.errors import StepFailed
 from stepahead.executor.aside import Aside
@@ -27,13 +31,16 @@ from stepahead.executor.failures import (
     encode_step_failure,
 )
 from stepahead.executor.inline import InlineExecutor, InlineFlight
+from stepahead.observe.garbage import Pauses, due
 from stepahead.plan import NO_INTS, Plan, Result, decode_control, decode_plan, encode_result
 from stepahead.runner.spec import RunnerSpec
+from stepahead.sync import Cause, Held
 
 # How long the output thread asks for the interpreter's lock before the main thread must let it go,
 # s. Python's 5 ms would keep a landed result back while a submit computes; and where that lets the
 # lock go more often, only to take it again, each time is a new wait, up to the end of the submit.
 _SWITCH_S = 2e-6
+_TURN_NS = 1_000_000  # the host's turn, as far as a collection may count on it
 
 
 def main(read_fd: int, write_fd: int) -> None:
@@ -48,6 +55,8 @@ def main(read_fd: int, write_fd: int) -> None:
     try:
         worker = _build(channel)
         if worker is not None:
+            gc.freeze()  # the model: no collection looks at it again
+            gc.disable()  # the worker says when
             worker.run()
         channel.close()
     except BaseException as error:
@@ -108,11 +117,14 @@ class Worker:
         self._channel = channel
         self._executor = executor
         self._output = Aside("stepahead-output")
+        self._last_ns = Pauses().last_ns
+        self._held: tuple[Held, ...] = ()  # what held it up since the last step
 
     def run(self) -> None:
         """Returns after a shutdown; EOFError or BrokenPipeError when the host goes without one."""
         while (plan := self._next_plan()) is not None:
             self._step(plan)
+            self._tidy()
         self._output.close()  # the device is not taken away under a flight
         self._executor.close()
 
@@ -126,15 +138,31 @@ class Worker:
 
     def _step(self, plan: Plan) -> None:
         flight = self._executor.launch(plan)
+        held, self._held = self._held, ()
         if self._output.idle and flight.ready():
-            self._answer(plan.step, flight)
+            self._answer(plan.step, flight, held)
         else:
-            self._output.put(partial(self._answer_or_die, plan.step, flight))
+            self._output.put(partial(self._answer_or_die, plan.step, flight, held))
 
-    def _answer(self, step: int, flight: InlineFlight) -> None:
+    def _tidy(self) -> None:
+        """Collects garbage while it is the host's turn; when long due, whoever's turn it is."""
+        generation = due(_TURN_NS, self._last_ns)
+        if generation is not None and self._channel.wait(0):  # the next plan is there
+            generation = due(0, self._last_ns)
+        if generation is None:
+            return
+        began_ns = time.perf_counter_ns()
+        gc.collect(generation)
+        ended_ns = time.perf_counter_ns()
+        self._last_ns[generation] = ended_ns - began_ns
+        self._held = (Held(Cause.GARBAGE_COLLECTION, began_ns, ended_ns),)
+
+    def _answer(self, step: int, flight: InlineFlight, held: tuple[Held, ...]) -> None:
         stage = self._stage
         try:
             result = flight.land()
+            if held:
+                result = replace(result, held=held + result.held)
         except StepFailed as failure:
             text = encode_step_failure(failure) if stage is None else stage.named(failure)
             result = Result(step, NO_INTS, error=text)
@@ -144,9 +172,9 @@ class Worker:
             assert stage.links.states_out is not None
             stage.links.states_out.fail(step, result.error)
 
-    def _answer_or_die(self, step: int, flight: InlineFlight) -> None:
+    def _answer_or_die(self, step: int, flight: InlineFlight, held: tuple[Held, ...]) -> None:
         try:
-            self._answer(step, flight)
+            self._answer(step, flight, held)
         except BaseException:  # a thread that ends in silence would leave the host waiting
             traceback.print_exc()
             os._exit(1)

@@ -30,8 +30,10 @@ from stepahead.llm.prompts import (
     read_template,
     template_variables,
 )
+from stepahead.observe.probes import Probes, probes
 from stepahead.text.texts import Texts
 from stepahead.types import Outputs, RequestOutput, SamplingParams
+from stepahead.watch.beside import Beside
 
 _LOG = logging.getLogger("stepahead")
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -54,7 +56,15 @@ class LLM:
         self, model: str | Path, *, chat_template: str | Path | None = None, **options: Any
     ) -> None:
         config = config_from(str(model), options)
-        assembly: Assembly = build_engine(config, read_template(chat_template))
+        beside = Beside(config)  # a port that can't be had is told before the weights are read
+        with contextlib.ExitStack() as failed:
+            failed.callback(beside.close)
+            assembly: Assembly = build_engine(config, read_template(chat_template))
+            failed.callback(assembly.engine.close)
+            beside.start(assembly.engine)
+            failed.pop_all()
+        assembly.engine.on_close(beside.close)
+        self.observe_url: str | None = beside.url  # where the engine is shown, if it is
         self.engine: Engine = assembly.engine
         self.tokenizer: Texts = assembly.texts
         self.settings: tuple[str, ...] = assembly.settings
@@ -191,6 +201,12 @@ class LLM:
         except BaseException:
             self.close()
             raise
+
+    def probes(self, since_ns: int | None = None) -> Probes:
+        """Whether the host ran ahead of the device, in figures and in words: of the steps planned
+        at `since_ns` (time.perf_counter_ns) or later, of all that are kept if None."""
+        observer = self.engine.observer
+        return probes(observer.ask(observer.snapshot), since_ns)
 
     def drain(self, rids: Sequence[int]) -> None:
         """Aborts requests and steps until nothing of them is left in the engine."""

@@ -8,11 +8,12 @@ launched and not yet retired.
 from __future__ import annotations
 
 from collections import deque
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-from stepahead.observe.books import Books, Stage
+from stepahead.observe.observer import Observer
+from stepahead.observe.stages import Enter, Stage
 from stepahead.plan import Plan, Result
-from stepahead.sync import SyncCounts, SyncReason
+from stepahead.sync import SyncReason
 from stepahead.types import Outputs
 
 
@@ -33,6 +34,18 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Ends what it started and waits until it is gone.  Idempotent."""
+        ...
+
+
+@runtime_checkable
+class TellsStages(Protocol):
+    """An executor that works in stages of its own on the host's thread."""
+
+    def tell_stages(self, enter: Enter) -> None:
+        """From now on `enter` hears of stages within a launch or a landing as they begin.
+
+        A launch is called in ENCODE and goes on to LAUNCH; a landing, called in WAIT, to DECODE.
+        """
         ...
 
 
@@ -60,24 +73,34 @@ class Planner(Protocol):
         ...
 
 
+# looked up once: members of an enumeration are slow to find
+_PLAN, _WAIT, _RETIRE = Stage.PLAN, Stage.WAIT, Stage.RETIRE
+_TIDY_EVERY = 8  # steps
+
+
 class LoopCore:
     """Launches and collects, in order, and never more than `depth` steps ahead.
 
-    `syncs` counts what a landed step says of itself, and the landings that came before a launch
-    because the planner held it (its reason) or had nothing to run while some request still needed
-    steps (DRAIN; the last steps of a run are none).  Their rows are those of the step landed for
-    it, as many as it sampled.
+    The observer's `syncs` count what a landed step says of itself, and the landings that came
+    before a launch because the planner held it (its reason) or had nothing to run while some
+    request still needed steps (DRAIN; the last steps of a run are none).  Their rows are those of
+    the step landed for it, as many as it sampled.
     """
 
     def __init__(
-        self, planner: Planner, executor: Executor, depth: int, books: Books, syncs: SyncCounts
+        self, planner: Planner, executor: Executor, depth: int, observer: Observer
     ) -> None:
         self.depth = depth
-        self.books = books
-        self.syncs = syncs
+        self.observer = observer
         self._planner = planner
         self._executor = executor
-        self._flights: deque[tuple[Plan, Flight]] = deque()
+        self._enter, self._handing = observer.books.enter, Stage.LAUNCH
+        if isinstance(executor, TellsStages):
+            executor.tell_stages(self._enter)
+            self._handing = Stage.ENCODE
+        # with when it was planned and handed over, and how many were in the air then
+        self._flights: deque[tuple[Plan, Flight, int, int, int]] = deque()
+        self._waited_ns = 0  # for the last flight that landed
         self._held: SyncReason | None = None  # why the next landing comes before a launch
 
     @property
@@ -88,35 +111,49 @@ class LoopCore:
     def launch(self) -> bool:
         """Plans a step and hands it over; False when there is nothing to run now."""
         assert len(self._flights) < self.depth, "launched more than D steps ahead"
-        books = self.books
-        books.enter(Stage.PLAN)
+        enter, flights = self._enter, self._flights
+        plan_ns = enter(_PLAN)
         held = self._planner.hold()
         plan = self._planner.plan() if held is None else None
         if plan is None:
             self._held = held or (SyncReason.DRAIN if self._planner.has_more else None)
             return False
-        books.enter(Stage.LAUNCH)
-        self._flights.append((plan, self._executor.launch(plan)))
+        launch_ns = enter(self._handing)
+        flight = self._executor.launch(plan)
+        flights.append((plan, flight, plan_ns, launch_ns, len(flights) + 1))
         return True
 
     def collect(self) -> Outputs:
         """Lands and retires the oldest flight."""
-        books = self.books
-        plan, flight = self._flights[0]
-        books.enter(Stage.WAIT)
+        observer = self.observer
+        books = observer.books
+        plan, flight, plan_ns, launch_ns, flights = self._flights[0]
+        began_ns = books.rest(_WAIT)
+        if not plan.step % _TIDY_EVERY:
+            observer.garbage.tidy(self._waited_ns)
         result = flight.land()
-        books.enter(Stage.RETIRE)
-        books.busy(result.step, result.device_start_ns, result.device_end_ns)
+        land_ns = self._enter(_RETIRE)
+        self._waited_ns = land_ns - began_ns
+        books.busy(
+            result.step,
+            result.device_start_ns,
+            result.device_end_ns,
+            launch_ns,
+            result.received_ns,
+            result.submitted_ns,
+            result.held,
+        )
+        observer.steps.add(plan, result, plan_ns, launch_ns, flights, land_ns)
         self._flights.popleft()
         self._count(result)
         return self._planner.retire(plan, result)
 
     def _count(self, result: Result) -> None:
         if self._held is not None:
-            self.syncs.add(self._held, len(result.tokens))
+            self.observer.syncs.add(self._held, len(result.tokens))
             self._held = None
         for sync in result.syncs:
-            self.syncs.add(sync.reason, sync.rows)
+            self.observer.syncs.add(sync.reason, sync.rows)
 
     def forget(self) -> None:
         """Drops all flights; for a runner that is lost."""

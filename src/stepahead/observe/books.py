@@ -1,122 +1,52 @@
 """The two books: what the host did, and what the device did meanwhile.  Always on.
 
 The host's time is cut into contiguous segments, each with a stage; the device's busy intervals
-come in later, when their steps land.  Laid over each other they say, for every nanosecond, what
-the host was at and whether the device ran, so two sums hold exactly, in integers:
+come in later, when their steps land.  Laid over each other (`observe.causes`) they say, for every
+nanosecond, what the host was at and whether the device ran, and if not, the one cause of that.  So
+two sums hold exactly, in integers:
 
     host     hidden + exposed + waiting   = wall clock
     device   busy + idle, cause by cause  = wall clock
 
 *hidden* is host work done while the device is busy, *exposed* is host work done while it is idle.
-The cause of idle time is whatever the host was doing at that moment.  Knows stages and times, not
-what a plan says nor what a step computes.  For one thread, the loop's.
+An event costs an append; all else is done in batches, while the host waits, or when somebody reads.
+Knows stages and times, not what a plan says nor what a step computes.  For one thread, the loop's.
 """
 
 from __future__ import annotations
 
 import time
-from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from enum import IntEnum
 
 import numpy as np
 
+from stepahead.observe.causes import BUSY, CAUSES, Events, no_cells, tally
+from stepahead.observe.stages import REST, WORK, Enter, Stage
+from stepahead.sync import Held
 
-class Stage(IntEnum):
-    """What the host is at."""
-
-    PLAN = 0
-    LAUNCH = 1
-    WAIT = 2  # for a flight to land
-    RETIRE = 3
-    DELIVER = 4  # hands outputs to whoever asked
-    IDLE = 5  # outside a step
-
-
-# why the device idles while the host is in a stage
-CAUSES = {
-    Stage.PLAN: "plan late",
-    Stage.LAUNCH: "launch late",
-    Stage.WAIT: "hand-over",  # transport and wake-up: launched but not begun, or done but unheard
-    Stage.RETIRE: "retire late",
-    Stage.DELIVER: "deliver late",
-    Stage.IDLE: "no work",
-}
-WORK = (Stage.PLAN, Stage.LAUNCH, Stage.RETIRE, Stage.DELIVER)
-REST = (Stage.WAIT, Stage.IDLE)
-
-
-@dataclass(frozen=True, eq=False)
-class Events:
-    """Raw events, oldest first, on the books' clock.
-
-    Host: segment i is `stage[i]` int64[h] from `start_ns[i]` int64[h] to the next one's start, the
-    last one to `until_ns`.  Device: step `step[j]` int64[d] ran from `busy_start_ns[j]` int64[d]
-    to `busy_end_ns[j]` int64[d]; these intervals are ascending and disjoint.
-    """
-
-    stage: np.ndarray
-    start_ns: np.ndarray
-    until_ns: int
-    step: np.ndarray
-    busy_start_ns: np.ndarray
-    busy_end_ns: np.ndarray
-
-    @property
-    def end_ns(self) -> np.ndarray:
-        """Where each host segment ends, int64[h]."""
-        return np.append(self.start_ns[1:], self.until_ns)
-
-
-def tally(events: Events, cuts_ns: np.ndarray) -> np.ndarray:
-    """Time of the windows between `cuts_ns` by stage and by whether the device ran.
-
-    `cuts_ns` int64[w + 1], ascending, none before the first host segment.  Returns int64[w, s, 2]:
-    [window, stage, 0] ns with the device idle, [window, stage, 1] ns with it busy.
-    """
-    inner = (events.start_ns > cuts_ns[0]) & (events.start_ns < cuts_ns[-1])
-    points = np.sort(np.concatenate((events.start_ns[inner], cuts_ns)))
-    windows = np.searchsorted(cuts_ns, points[:-1], side="right") - 1
-    # cuts that coincide leave empty pieces behind the last window
-    windows = np.minimum(windows, len(cuts_ns) - 2)
-    stages = events.stage[np.searchsorted(events.start_ns, points[:-1], side="right") - 1]
-    busy_ns = np.diff(_busy_before(points, events))
-    cells = np.zeros((len(cuts_ns) - 1) * len(Stage) * 2, np.int64)
-    idle_cell = (windows * len(Stage) + stages) * 2
-    np.add.at(cells, idle_cell, np.diff(points) - busy_ns)
-    np.add.at(cells, idle_cell + 1, busy_ns)
-    return cells.reshape(-1, len(Stage), 2)
-
-
-def _busy_before(times_ns: np.ndarray, events: Events) -> np.ndarray:
-    """Busy nanoseconds before each of `times_ns`, as far as `events` know."""
-    start_ns, end_ns = events.busy_start_ns, events.busy_end_ns
-    begun = np.searchsorted(start_ns, times_ns, side="right")
-    whole_ns = np.concatenate(([0], np.cumsum(end_ns - start_ns)))[begun]
-    last_end_ns = np.concatenate(([0], end_ns))[begun]
-    return whole_ns - np.where(begun > 0, np.maximum(last_end_ns - times_ns, 0), 0)
+_POSTS = 6  # numbers of a landed step
 
 
 def hidden_ns(cells: np.ndarray) -> np.ndarray:
-    """Host work under a busy device: int64[...] of cells int64[..., s, 2]."""
-    return cells[..., WORK, 1].sum(-1)
+    """Host work under a busy device: int64[...] of cells int64[..., s, 9] as of `tally`."""
+    return cells[..., WORK, BUSY].sum(-1)
 
 
 def exposed_ns(cells: np.ndarray) -> np.ndarray:
-    """Host work while the device is idle: int64[...] of cells int64[..., s, 2]."""
-    return cells[..., WORK, 0].sum(-1)
+    """Host work while the device is idle: int64[...] of cells int64[..., s, 9]."""
+    return cells[..., WORK, :BUSY].sum((-1, -2))
 
 
 def waiting_ns(cells: np.ndarray) -> np.ndarray:
-    """Host at rest: int64[...] of cells int64[..., s, 2]."""
+    """Host at rest: int64[...] of cells int64[..., s, 9]."""
     return cells[..., REST, :].sum((-1, -2))
 
 
 def idle_ns(cells: np.ndarray) -> dict[str, int]:
-    """Idle time of the device by cause, of cells int64[s, 2]."""
-    return {cause: int(cells[stage, 0]) for stage, cause in CAUSES.items()}
+    """Idle time of the device by cause, of cells int64[s, 9]."""
+    return dict(zip(CAUSES, cells[:, :BUSY].sum(0).tolist(), strict=True))
 
 
 @dataclass(frozen=True)
@@ -124,7 +54,8 @@ class BookSummary:
     """Both books over a stretch of time, in ns; `idle_ns` is by cause, `host_ns` by stage.
 
     hidden + exposed + waiting = sum of host = wall, and busy + sum of idle = wall, exactly.
-    `steps` are those whose device run ended in this time.
+    `steps` are those whose device run ended in this time.  `under_device_ns` is the part of
+    `host_ns` in which the device ran.
     """
 
     wall_ns: int
@@ -135,6 +66,7 @@ class BookSummary:
     idle_ns: dict[str, int]
     host_ns: dict[Stage, int]
     steps: int
+    under_device_ns: dict[Stage, int]
 
     @property
     def hidden_us_per_step(self) -> float:
@@ -154,7 +86,7 @@ class BookSummary:
 
 @dataclass(frozen=True, eq=False)
 class StepBooks:
-    """Both books step by step: `step` int64[n] and `cells` int64[n, s, 2] as of `tally`.
+    """Both books step by step: `step` int64[n] and `cells` int64[n, s, 9] as of `tally`.
 
     A step's window runs from the end of the device's step before it to the end of its own, so it
     holds the idle time that came before the step and then the step's run.  Windows touch: their
@@ -187,12 +119,12 @@ class StepBooks:
     @property
     def busy_ns(self) -> np.ndarray:
         """Device busy, int64[n]."""
-        return self.cells[:, :, 1].sum(1)
+        return self.cells[:, :, BUSY].sum(1)
 
     @property
     def idle_ns(self) -> dict[str, np.ndarray]:
         """Device idle by cause, int64[n] each."""
-        return {cause: self.cells[:, stage, 0] for stage, cause in CAUSES.items()}
+        return dict(zip(CAUSES, self.cells[:, :, :BUSY].sum(1).T, strict=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,9 +148,10 @@ class Mark:
 class Books:
     """Takes down both lanes as they happen; lays them over each other in batches.
 
-    `clock_ns` is the clock of all times given to `busy` too.  Memory is bounded: after `batch` host
-    segments the older ones are folded into totals, and the last `keep` raw events of each lane stay
-    for pictures.
+    `clock_ns` is the clock of all times given to `busy` too.  `enter(stage)` says that the host
+    leaves what it was at and starts `stage` now, and returns the time of that.  Memory is bounded:
+    when the host rests after `batch` segments the older ones are folded into totals; the last
+    `keep` raw events of each lane stay for pictures.
     """
 
     def __init__(
@@ -230,34 +163,65 @@ class Books:
         self._clock_ns = clock_ns
         self._keep = keep
         self._batch = batch
-        # not yet in the totals, but for a part of the first ones
-        self._stages = array("q", (Stage.IDLE,))
-        self._starts_ns = array("q", (clock_ns(),))
-        self._steps = array("q")
-        self._busy_starts_ns = array("q")
-        self._busy_ends_ns = array("q")
+        now_ns = clock_ns()
+        # Not yet in the totals, but for a part of the first ones.  Of the kinds whose appends are
+        # cheapest: that is what an event costs.
+        self._stages = bytearray((Stage.IDLE,))
+        self._starts_ns = [now_ns]
+        self._landed: list[int] = []  # step, start, end, launch, received, submitted of each
+        self._held: list[int] = []  # cause, start, end of each
+        self.enter = _entering(clock_ns, self._stages.append, self._starts_ns.append)
         self._marks: list[Mark] = []
         # laid over each other for good, up to `_settled_ns`
-        self._start_ns = self._settled_ns = self._last_end_ns = self._starts_ns[0]
-        self._settled = _Totals(np.zeros((len(Stage), 2), np.int64), 0)
+        self._start_ns = self._settled_ns = self._last_end_ns = self._held_until_ns = now_ns
+        self._known_ns = now_ns  # how far `known` has told of them
+        self._settled = _Totals(no_cells(1)[0], 0)
         self._host_ring: deque[np.ndarray] = deque()
         self._device_ring: deque[np.ndarray] = deque()
+        self._held_ring: deque[np.ndarray] = deque()
 
-    def enter(self, stage: Stage) -> None:
-        """The host leaves what it was at and starts `stage` now."""
-        self._stages.append(stage)
-        self._starts_ns.append(self._clock_ns())
+    def rest(self, stage: Stage) -> int:
+        """As `enter`, for a stage in which the host has time: older events may be folded now.
+
+        Whoever enters stages has to come to rest now and then, or the books grow.
+        """
+        now_ns = self.enter(stage)
         if len(self._stages) >= self._batch:
             self._fold()
+        return now_ns
 
-    def busy(self, step: int, start_ns: int, end_ns: int) -> None:
+    @property
+    def stage(self) -> Stage:
+        """What the host is at."""
+        return Stage(self._stages[-1])
+
+    def busy(
+        self,
+        step: int,
+        start_ns: int,
+        end_ns: int,
+        launch_ns: int = 0,
+        received_ns: int = 0,
+        submitted_ns: int = 0,
+        held: Iterable[Held] = (),
+    ) -> None:
         """The device ran `step` in this time.  Given in launch order, about when the step lands.
 
-        A start before the previous end is moved there.  Only `enter` folds: call it in between.
+        The posts and `held` are as in `Events`; 0 and nothing where nobody says.  A start before
+        the previous end is moved there; being held before that is no business of this step.
         """
-        self._steps.append(step)
-        self._busy_starts_ns.append(start_ns)
-        self._busy_ends_ns.append(end_ns)
+        if held:
+            self._hold(held)
+        self._landed += (step, start_ns, end_ns, launch_ns, received_ns, submitted_ns)
+
+    def _hold(self, held: Iterable[Held]) -> None:
+        until_ns = max(self._held_until_ns, self._last_end_ns, *self._landed[2::_POSTS], 0)
+        for one in sorted(held, key=lambda one: one.start_ns):
+            start_ns = max(one.start_ns, until_ns)
+            if start_ns < one.end_ns:
+                self._held += (one.cause, start_ns, one.end_ns)
+                until_ns = one.end_ns
+        self._held_until_ns = until_ns
 
     def mark(self) -> Mark:
         """This moment, to count from."""
@@ -278,13 +242,31 @@ class Books:
         before = since.totals or self._totals(pending, [since.at_ns])[0]
         return _summary(total.cells - before.cells, total.steps - before.steps)
 
+    def known(self, at_rest: bool) -> BookSummary:
+        """Both books from the start up to where nothing can change any more.
+
+        That is up to now if `at_rest`, with nothing in the air; else up to the end of the last step
+        that has landed, or to where they were known before.  So no number is ever smaller than it
+        was: fit for counters.
+        """
+        pending = self._pending()
+        ends_ns = pending.busy_end_ns
+        until_ns = pending.until_ns
+        if not at_rest:
+            until_ns = min(until_ns, int(ends_ns[-1]) if len(ends_ns) else 0)
+        self._known_ns = max(until_ns, self._known_ns, self._settled_ns)
+        (total,) = self._totals(pending, [self._known_ns])
+        return _summary(total.cells, total.steps)
+
     def recent(self) -> Events:
         """The last `keep` raw events of each lane; the open host segment ends now."""
         pending = self._pending()
-        host = _tail(self._host_ring, (pending.stage, pending.start_ns), self._keep)
-        landed = (pending.step, pending.busy_start_ns, pending.busy_end_ns)
-        device = _tail(self._device_ring, landed, self._keep)
-        return Events(host[0], host[1], pending.until_ns, device[0], device[1], device[2])
+        stage, start_ns = _tail(self._host_ring, _host_rows(pending), self._keep)
+        device = _tail(self._device_ring, _device_rows(pending), self._keep)
+        held = _tail(self._held_ring, pending.held, self._keep)
+        step, busy_start_ns, busy_end_ns = device[:3]
+        lane = (step, busy_start_ns, busy_end_ns, device[3:])
+        return Events(stage, start_ns, pending.until_ns, *lane, held)
 
     def per_step(self) -> StepBooks:
         """Both books of each recent step whose whole window is still among the raw events."""
@@ -300,7 +282,7 @@ class Books:
         nothing lands the older half goes all the same, or an idle engine would fill the memory; a
         step in flight is a few host segments old, never half a batch.
         """
-        landed_ns = self._busy_ends_ns[-1] if self._busy_ends_ns else self._settled_ns
+        landed_ns = self._landed[2 - _POSTS] if self._landed else self._settled_ns
         known_ns = min(landed_ns, self._starts_ns[-1])
         self._settle(max(known_ns, self._starts_ns[-(self._batch // 2)], self._settled_ns))
 
@@ -316,26 +298,36 @@ class Books:
 
     def _shelve(self, pending: Events) -> None:
         """Moves events that lie wholly in the settled time from `pending` to the rings."""
-        host = int(np.searchsorted(pending.start_ns, self._settled_ns, side="right")) - 1
-        device = int(np.searchsorted(pending.busy_end_ns, self._settled_ns, side="right"))
-        _push(self._host_ring, (pending.stage[:host], pending.start_ns[:host]), self._keep)
-        landed = (pending.step, pending.busy_start_ns, pending.busy_end_ns)
-        _push(self._device_ring, tuple(column[:device] for column in landed), self._keep)
+        settled_ns = self._settled_ns
+        host = int(np.searchsorted(pending.start_ns, settled_ns, side="right")) - 1
+        device = int(np.searchsorted(pending.busy_end_ns, settled_ns, side="right"))
+        held = int(np.searchsorted(pending.held[2], settled_ns, side="right"))
+        _push(self._host_ring, _host_rows(pending)[:, :host], self._keep)
+        _push(self._device_ring, _device_rows(pending)[:, :device], self._keep)
+        _push(self._held_ring, pending.held[:, :held], self._keep)
         if device:
             self._last_end_ns = int(pending.busy_end_ns[device - 1])
-        for column in (self._stages, self._starts_ns):
-            del column[:host]
-        for column in (self._steps, self._busy_starts_ns, self._busy_ends_ns):
-            del column[:device]
+        del self._stages[:host]
+        del self._starts_ns[:host]
+        del self._landed[: device * _POSTS]
+        del self._held[: held * 3]
 
     def _pending(self) -> Events:
         """What is not settled yet, with device intervals made disjoint; the host's end is now."""
-        ends_ns = np.maximum(_column(self._busy_ends_ns), self._last_end_ns)
-        ends_ns = np.maximum.accumulate(ends_ns)
+        stages = np.frombuffer(bytes(self._stages), np.uint8).astype(np.int64)
+        step, starts_ns, ends_ns, *posts = _columns(self._landed, _POSTS)
+        ends_ns = np.maximum.accumulate(np.maximum(ends_ns, self._last_end_ns))
         before_ns = np.concatenate(([self._last_end_ns], ends_ns))[:-1]
-        starts_ns = np.clip(_column(self._busy_starts_ns), before_ns, ends_ns)
-        host = (_column(self._stages), _column(self._starts_ns), self._clock_ns())
-        return Events(*host, _column(self._steps), starts_ns, ends_ns)
+        return Events(
+            stages,
+            np.array(self._starts_ns, np.int64),
+            self._clock_ns(),
+            step,
+            np.clip(starts_ns, before_ns, ends_ns),
+            ends_ns,
+            np.stack(posts),
+            _columns(self._held, 3),
+        )
 
     def _totals(self, pending: Events, at_ns: list[int]) -> list[_Totals]:
         """The totals at each of these moments, ascending and none in the settled time."""
@@ -346,33 +338,59 @@ class Books:
         return [_Totals(*pair) for pair in zip(cells, steps, strict=True)]
 
 
+def _entering(
+    clock_ns: Callable[[], int],
+    append_stage: Callable[[int], None],
+    append_ns: Callable[[int], None],
+) -> Enter:
+    """What is called most: no attribute is looked up.  It may be called in the midst of another
+    call of the books, where Python collects garbage."""
+
+    def enter(stage: Stage) -> int:
+        """The host leaves what it was at and starts `stage` now; the time of that."""
+        now_ns = clock_ns()
+        append_stage(stage)
+        append_ns(now_ns)
+        return now_ns
+
+    return enter
+
+
 def _summary(cells: np.ndarray, steps: int) -> BookSummary:
     return BookSummary(
         wall_ns=int(cells.sum()),
         hidden_ns=int(hidden_ns(cells)),
         exposed_ns=int(exposed_ns(cells)),
         waiting_ns=int(waiting_ns(cells)),
-        busy_ns=int(cells[:, 1].sum()),
+        busy_ns=int(cells[:, BUSY].sum()),
         idle_ns=idle_ns(cells),
         host_ns={stage: int(cells[stage].sum()) for stage in Stage},
         steps=steps,
+        under_device_ns={stage: int(cells[stage, BUSY]) for stage in Stage},
     )
 
 
-def _column(values: array[int]) -> np.ndarray:
-    # without the dtype it is C's long long, which equals int64 but misses numpy's fast paths
-    return np.array(values, np.int64)
+def _columns(flat: list[int], width: int) -> np.ndarray:
+    """Rows one after the other, as int64[width, n]."""
+    return np.array(flat, np.int64).reshape(-1, width).T
 
 
-def _push(ring: deque[np.ndarray], columns: tuple[np.ndarray, ...], keep: int) -> None:
-    """Adds a block int64[columns, n] and drops the oldest that `keep` rows do not need."""
-    ring.append(np.stack(columns))
+def _host_rows(events: Events) -> np.ndarray:
+    return np.stack((events.stage, events.start_ns))
+
+
+def _device_rows(events: Events) -> np.ndarray:
+    lane = np.stack((events.step, events.busy_start_ns, events.busy_end_ns))
+    return np.concatenate((lane, events.posts_ns))
+
+
+def _push(ring: deque[np.ndarray], rows: np.ndarray, keep: int) -> None:
+    """Adds a block int64[rows, n] and drops the oldest that `keep` columns do not need."""
+    ring.append(rows)
     while sum(block.shape[1] for block in ring) - ring[0].shape[1] >= keep:
         ring.popleft()
 
 
-def _tail(
-    ring: deque[np.ndarray], columns: tuple[np.ndarray, ...], keep: int
-) -> tuple[np.ndarray, ...]:
-    """The last `keep` rows of the ring and `columns` together, column by column."""
-    return tuple(np.concatenate([*ring, np.stack(columns)], axis=1)[:, -keep:])
+def _tail(ring: deque[np.ndarray], rows: np.ndarray, keep: int) -> np.ndarray:
+    """The last `keep` columns of the ring and `rows` together."""
+    return np.concatenate([*ring, rows], axis=1)[:, -keep:]

@@ -347,8 +347,12 @@ def _legend() -> str:
     names = {
         "plan": "plan",
         "launch": "launch",
+        "encode": "encode",
+        "decode": "decode",
         "retire": "retire",
         "deliver": "deliver",
+        "mail": "requests and masks",
+        "gc": "garbage collection",
         "wait": "wait (asleep)",
         "idle": "no step",
     }
@@ -367,7 +371,8 @@ _READING = (
     "The boundary drawn is the one with the median gap among the run's steady steps.",
     "Table: µs per step over the whole run. Hidden + exposed + waiting = wall = busy + idle. "
     "Hidden is host work while the device is busy, exposed is host work while it is idle; the "
-    "cause of idle time is what the host was doing at that moment.",
+    "cause of idle time is what the host was at until it handed the next step over, and then where "
+    "the step was.",
 )
 
 _DEFS = (
@@ -384,10 +389,12 @@ _STYLE = """
 :root { color-scheme: light dark; --page: #f4f5f7; --card: #ffffff; --ink: #1b2230;
   --soft: #5b6577; --line: #d9dde4; --grid: #e9ecf1; --busy: #3b4861; --on-busy: #ffffff;
   --plan: #2b6fdb; --launch: #8b54d1; --retire: #d98200; --deliver: #12936f; --wait: #e6e9ef;
+  --encode: #b45fb8; --decode: #b0a000; --mail: #4f97a8; --gc: #7d4b2a;
   --on-bar: #ffffff; --idle: #cf2f26; --idle-ground: #fdeceb; }
 @media (prefers-color-scheme: dark) { :root { --page: #11151c; --card: #1a2029; --ink: #e8ecf3;
   --soft: #9aa5b8; --line: #364051; --grid: #262e3a; --busy: #93a3c2; --on-busy: #11151c;
   --plan: #5b9bff; --launch: #b98cff; --retire: #f0a63a; --deliver: #3cc79c; --wait: #2b3341;
+  --encode: #dc93e0; --decode: #d8ca3f; --mail: #7dc3d4; --gc: #b98a66;
   --on-bar: #11151c; --idle: #ff6f66; --idle-ground: #3a2023; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--page); color: var(--ink);
@@ -408,6 +415,8 @@ svg { display: block; width: 100%; min-width: 860px; height: auto; }
   vertical-align: -1px; }
 .key.plan { background: var(--plan); } .key.launch { background: var(--launch); }
 .key.retire { background: var(--retire); } .key.deliver { background: var(--deliver); }
+.key.encode { background: var(--encode); } .key.decode { background: var(--decode); }
+.key.mail { background: var(--mail); } .key.gc { background: var(--gc); }
 .key.wait { background: var(--wait); box-shadow: inset 0 0 0 1px var(--line); }
 .key.idle { box-shadow: inset 0 0 0 1px var(--line); } .key.busy { background: var(--busy); }
 .key.gap { background: repeating-linear-gradient(135deg, var(--idle) 0 2px,
@@ -418,10 +427,13 @@ svg .loop { font-size: 15px; font-weight: 650; fill: var(--ink); }
 svg .lane { font-weight: 600; fill: var(--ink); }
 svg .strong { fill: var(--ink); font-weight: 600; }
 .plan { fill: var(--plan); } .launch { fill: var(--launch); } .retire { fill: var(--retire); }
+.encode { fill: var(--encode); } .decode { fill: var(--decode); }
+.mail, .mask { fill: var(--mail); } .gc { fill: var(--gc); }
 .deliver { fill: var(--deliver); } .wait { fill: var(--wait); } .idle { fill: none; }
 .busy { fill: var(--busy); } .gap { fill: url(#hatch); }
 .hatch-ground { fill: var(--idle-ground); } .hatch-line { fill: var(--idle); }
-svg .on-plan, svg .on-launch, svg .on-retire, svg .on-deliver { fill: var(--on-bar);
+svg .on-plan, svg .on-launch, svg .on-encode, svg .on-decode, svg .on-retire, svg .on-deliver,
+svg .on-mail, svg .on-mask, svg .on-gc { fill: var(--on-bar);
   font-weight: 600; }
 svg .on-wait, svg .on-idle { fill: var(--soft); }
 svg .on-busy { fill: var(--on-busy); font-weight: 600; }

@@ -28,6 +28,11 @@ class Fence:
         if not self.fine:
             self._event = event
 
+    @property
+    def event(self) -> Event | None:
+        """What the next write has to wait for, if anything."""
+        return self._event
+
     def before_write(self) -> None:
         """What is enqueued on the schedule stream from now on comes after those reads."""
         if self._event is not None:

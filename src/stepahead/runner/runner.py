@@ -29,6 +29,7 @@ from torch import Tensor
 from stepahead.device.base import Device, Event, HostArray, Stream, Work
 from stepahead.model.batch import StepInputs
 from stepahead.plan import NO_INTS, Plan, PromptRows, Result
+from stepahead.runner.arrival import Arrival, waits
 from stepahead.runner.counts import PenaltyCounts
 from stepahead.runner.ends import ended
 from stepahead.runner.fence import Fence
@@ -44,6 +45,7 @@ from stepahead.runner.logprobs import (
     describe,
     describe_hidden,
 )
+from stepahead.runner.marks import step_mark
 from stepahead.runner.relay import NoRelay, Relay
 from stepahead.runner.relay.row import RowRelay
 from stepahead.runner.relay.slot import SlotRelay
@@ -51,7 +53,7 @@ from stepahead.runner.sampler import SampleGroup, sample
 from stepahead.runner.slots import SlotState
 from stepahead.runner.spec import RunnerSpec
 from stepahead.runner.stage import PromptScore, Staged, StagedChanges, Stager
-from stepahead.sync import Sync, SyncReason
+from stepahead.sync import Held, Sync, SyncReason
 
 T = TypeVar("T")
 
@@ -103,7 +105,10 @@ class _Nothing:
 
 @dataclass(frozen=True)
 class RunnerFlight:
-    """A step in the device's hands; `start` and `end` are those of its forward."""
+    """A step in the device's hands; `start` and `end` are those of its forward.
+
+    `held` is what held the runner up, `arrival` tells what the device waited for, None if nothing.
+    """
 
     step: int
     event: Event
@@ -114,6 +119,10 @@ class RunnerFlight:
     prompts: tuple[tuple[PromptScore, LogprobDownload], ...]
     hidden: HiddenDownload | None
     syncs: tuple[Sync, ...]
+    held: tuple[Held, ...]
+    arrival: Arrival | None
+    received_ns: int
+    submitted_ns: int
 
     def ready(self) -> bool:
         """Whether `land` would return at once."""
@@ -122,15 +131,19 @@ class RunnerFlight:
     def land(self) -> Result:
         """Waits for this step's results; raises what the device raised."""
         self.event.wait()
+        start_ns = self.start.at_ns()
         return Result(
             self.step,
             self.tokens.read().astype(np.int32),
-            self.start.at_ns(),
+            start_ns,
             self.end.at_ns(),
             self.logprobs.read() if self.logprobs else None,
             tuple(PromptRows(s.slot, s.start, download.read()) for s, download in self.prompts),
             hidden=self.hidden.read() if self.hidden else None,
             syncs=self.syncs,
+            received_ns=self.received_ns,
+            submitted_ns=self.submitted_ns,
+            held=self.held + self.arrival.held(start_ns) if self.arrival else self.held,
         )
 
 
@@ -155,6 +168,7 @@ class Runner:
         self._relay = build_relay(spec, place)
         self._counts = PenaltyCounts(vocab_size, place)
         self._keep = KeepAlive(device, spec.depth)
+        self._end: Event | None = None  # of the forward before
         self._fence = Fence(device, spec.fence == "fine" and getattr(model, "fine_fence", False))
         self._lengths = HostLengths(device) if getattr(model, "host_lengths", False) else None
         # what a stage hands over is not captured
@@ -174,6 +188,10 @@ class Runner:
         )
         self._last = self._hand_over is None or self._hand_over.is_last
 
+    def now_ns(self) -> int:
+        """The device's clock, on which all times in results are."""
+        return self._device.now_ns()
+
     def close(self) -> None:
         """Drops what the device has not run."""
         self._device.close()
@@ -182,17 +200,27 @@ class Runner:
 
     def launch(self, plan: Plan) -> RunnerFlight:
         """Queues the step on the device's three streams."""
+        with step_mark(plan.step):
+            return self._launch(plan)
+
+    def _launch(self, plan: Plan) -> RunnerFlight:
         device = self._device
+        received_ns = device.now_ns()
         self._keep.make_room()
         if self._lengths is not None and self._stager.decodes(plan):
             self._lengths.fetch(self._slots.computed)
         staged = self._stager.stage(plan)
+        fence, fenced_ns = self._fence.event, device.now_ns()
         self._write_pages(staged)
         device.wait(Stream.FORWARD, device.record(Stream.SCHEDULE))
         box, due = StepBox(), None
         if self._hand_over is not None:
             due = self._hand_over.arrive(plan, staged, box.arrived)
         start = device.record(Stream.FORWARD)
+        arrival = None
+        if staged.sent:
+            behind = fence if staged.changes.pages_dev is not None else None
+            arrival = Arrival(device.now_ns(), self._end, behind, fenced_ns)
         graphs = self._graphs
         if (
             graphs is not None
@@ -203,6 +231,7 @@ class Runner:
         else:
             self._enqueue_forward(staged, box)
         end = device.record(Stream.FORWARD)
+        self._end = end
         self._fence.forward_over(end)
         if self._hand_over is not None:
             self._hand_over.sent(staged, end)
@@ -210,7 +239,7 @@ class Runner:
         if due is not None:
             self._keep.also(due.blocks, due)
         device.wait(Stream.COPY, end)
-        return self._copy_out(staged, box, start, end)
+        return self._copy_out(staged, box, (start, end), arrival, received_ns)
 
     def _write_pages(self, staged: Staged) -> None:
         changes = staged.changes
@@ -273,11 +302,17 @@ class Runner:
             ("slots", "relay", "counts", RESULTS, f"results {staged.step}"),
         )
 
-    def _copy_out(self, staged: Staged, box: StepBox, start: Event, end: Event) -> RunnerFlight:
+    def _copy_out(
+        self,
+        staged: Staged,
+        box: StepBox,
+        forward: tuple[Event, Event],
+        arrival: Arrival | None,
+        received_ns: int,
+    ) -> RunnerFlight:
         device, group = self._device, staged.group
         if not self._last:
-            syncs = self._syncs(staged)
-            return RunnerFlight(staged.step, end, start, end, _Nothing(), None, (), None, syncs)
+            return self._stage_flight(staged, forward, arrival, received_ns)
         name = f"results {staged.step}"
         tokens = device.download(lambda: _made(box.tokens_dev), name)
         logprobs = hidden = None
@@ -295,15 +330,52 @@ class Runner:
         event = device.record(Stream.COPY)
         if self._lengths is not None:
             self._lengths.follow(self._slots.length_dev)
-        syncs = self._syncs(staged)
+        waited = device.waited()
         return RunnerFlight(
-            staged.step, event, start, end, tokens, logprobs, tuple(prompts), hidden, syncs
+            staged.step,
+            event,
+            *forward,
+            tokens,
+            logprobs,
+            tuple(prompts),
+            hidden,
+            self._syncs(staged, tuple(wait.reason for wait in waited)),
+            waits(waited),
+            arrival,
+            received_ns,
+            device.now_ns(),
         )
 
-    def _syncs(self, staged: Staged) -> tuple[Sync, ...]:
+    def _stage_flight(
+        self,
+        staged: Staged,
+        forward: tuple[Event, Event],
+        arrival: Arrival | None,
+        received_ns: int,
+    ) -> RunnerFlight:
+        """The flight of a stage that is not the last: it has no results."""
+        device = self._device
+        waited = device.waited()
+        held = waits(waited)
+        return RunnerFlight(
+            staged.step,
+            forward[1],
+            *forward,
+            _Nothing(),
+            None,
+            (),
+            None,
+            self._syncs(staged, tuple(wait.reason for wait in waited)),
+            held,
+            arrival,
+            received_ns,
+            device.now_ns(),
+        )
+
+    def _syncs(self, staged: Staged, waited: tuple[SyncReason, ...]) -> tuple[Sync, ...]:
         """Where this step could not run ahead.  A wait holds up all its rows; hidden states only
         make the landing of those that want them later."""
-        waited, wanting = self._device.waited(), len(staged.group.hidden_rows)
+        wanting = len(staged.group.hidden_rows)
         if not waited and not wanting:
             return ()
         rows = len(staged.inputs.slots_dev)

@@ -53,7 +53,10 @@ class PromptScore:
 
 @dataclass(frozen=True)
 class Staged:
-    """A plan on its way to the device; `blocks` are the names of the memory it lies in."""
+    """A plan on its way to the device; `blocks` are the names of the memory it lies in.
+
+    `sent`: it brought something, so that there was a copy.
+    """
 
     step: int
     changes: StagedChanges
@@ -61,6 +64,7 @@ class Staged:
     group: SampleGroup
     scores: tuple[PromptScore, ...]
     blocks: tuple[str, ...]
+    sent: bool
 
 
 class _Block:
@@ -144,7 +148,8 @@ class Stager:
         if block.count:
             block.staging.send()
             blocks.add(block.staging.name)
-        return Staged(plan.step, changes, inputs, group, scores, tuple(sorted(blocks)))
+        names, sent = tuple(sorted(blocks)), block.count > 0
+        return Staged(plan.step, changes, inputs, group, scores, names, sent)
 
     def _stage_changes(self, plan: Plan, block: _Block) -> StagedChanges:
         for slot in plan.leaves.tolist():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from enum import Enum
+from typing import Protocol
 
 import numpy as np
 
@@ -75,13 +76,28 @@ class Counters:
         return asdict(self)
 
 
+class Witness(Protocol):
+    """Who is told, while a step is planned, of what no output tells."""
+
+    def admitted(self, rid: int, cached_tokens: int) -> None:
+        """A request enters a slot, with so many positions computed; again if preempted before."""
+        ...
+
+    def preempted(self, rid: int) -> None:
+        """A request must wait again."""
+        ...
+
+
 class Lifetime:
     """Admits, ends, preempts, releases.  `changed`: the decode rows must be regrouped."""
 
-    def __init__(self, table: Table, store: PageStore, stops: StopTable) -> None:
+    def __init__(
+        self, table: Table, store: PageStore, stops: StopTable, witness: Witness | None = None
+    ) -> None:
         self.table = table
         self.store = store
         self.stops = stops
+        self._witness = witness
         self.entries: list[Entry | None] = [None] * table.num_slots
         self.counters = Counters()
         self.ghosts: set[int] = set()  # marked slots that a flight still names
@@ -132,6 +148,8 @@ class Lifetime:
         generation = int(table.generation[slot])
         counters.slot_reuses += generation > 0
         self.running += 1
+        if self._witness is not None:
+            self._witness.admitted(request.rid, cached)
         params, seed, choice = request.params, request.seed, request.choice
         return Join(slot, generation, tokens, entry.prompt_len, cached, pages, params, seed, choice)
 
@@ -192,6 +210,8 @@ class Lifetime:
     def preempt(self, entry: Entry) -> None:
         """Marks the entry to be computed again; what is in flight for it still counts."""
         self.counters.preemptions += 1
+        if self._witness is not None:
+            self._witness.preempted(entry.request.rid)
         self._mark(entry, Standing.PREEMPTED)
 
     def _mark(self, entry: Entry, standing: Standing) -> None:

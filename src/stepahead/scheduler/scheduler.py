@@ -18,7 +18,7 @@ from stepahead.errors import InvalidParameter, PoolFull
 from stepahead.plan import NO_INTS, Join, Plan, Result
 from stepahead.scheduler.check import check, check_at_rest
 from stepahead.scheduler.heard import Heard, Launched
-from stepahead.scheduler.lifetime import Entry, Lifetime, Standing
+from stepahead.scheduler.lifetime import Entry, Lifetime, Standing, Witness
 from stepahead.scheduler.policy import Limits, output_limit, spare_pages
 from stepahead.scheduler.rows import DecodeRows
 from stepahead.scheduler.settle import HeardTokens, Settler
@@ -32,12 +32,12 @@ from stepahead.types import Finish, FinishReason, Load, Outputs, Request
 class Scheduler:
     """Continuous batching over slots and pages.  The loop says when to plan and when to retire."""
 
-    def __init__(self, limits: Limits, stops: StopTable) -> None:
+    def __init__(self, limits: Limits, stops: StopTable, witness: Witness | None = None) -> None:
         self.limits = limits
         self.store = PageStore(limits.num_pages, limits.page_size, limits.prefix_cache)
         self.table = Table(limits.num_slots, limits.max_pages, self.store.mirror)
         self.stops = stops
-        self.life = Lifetime(self.table, self.store, stops)
+        self.life = Lifetime(self.table, self.store, stops, witness)
         self.load = Load(pages_total=limits.num_pages - 1)
         self._entries: dict[int, Entry] = {}
         self._waiting: list[tuple[int, Entry]] = []  # a heap by arrival: the preempted go first
@@ -334,7 +334,7 @@ class Scheduler:
                 finishes.append(self._end(entry, "length"))
         if self.life.ghosts:
             self.life.sweep()
-        self._publish_load(oldest)
+        self.load = self.measure_load(oldest)
         if self.limits.debug:
             check(self.life, self._launched)
         rows, prompts = heard.logprobs(result) if heard else (None, ())
@@ -355,14 +355,16 @@ class Scheduler:
                 finishes.append(self._end(entry, "stop", match))
         return finishes
 
-    def _publish_load(self, step: int) -> None:
+    def measure_load(self, step: int = -1) -> Load:
+        """What there is to do and to do it with, now; `step` is the last one retired."""
         store = self.store
-        self.load = Load(
+        return Load(
             step,
             self.life.running,
             len(self._entries) - self.life.running,
             store.free.count,
             len(store.tree),
+            store.tree.evictable,
             self.limits.num_pages - 1,
         )
 

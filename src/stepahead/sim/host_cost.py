@@ -28,6 +28,7 @@ from rich.table import Table
 
 from stepahead.config import EngineConfig, ModelFacts, resolve
 from stepahead.engine import Engine
+from stepahead.observe.stages import Enter, Stage
 from stepahead.plan import Plan, Result, decode_result, encode_plan, encode_result
 from stepahead.scheduler.scheduler import Scheduler
 from stepahead.scheduler.stop import Vocabulary
@@ -37,6 +38,7 @@ from stepahead.wire import encode
 
 VOCAB = 49_152
 EOS = 2
+_LAUNCH, _DECODE = Stage.LAUNCH, Stage.DECODE
 ROWS = (1, 32, 256, 1024)
 GOALS_US = {"256": "60 us", "1024": "120 us"}
 
@@ -44,11 +46,13 @@ GOALS_US = {"256": "60 us", "1024": "120 us"}
 class PreparedFlight:
     """A flight whose result lies there as bytes."""
 
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data: bytes, enter: Enter) -> None:
         self._data = data
+        self._enter = enter
 
     def land(self) -> Result:
         """Decodes it."""
+        self._enter(_DECODE)
         return decode_result(self._data)
 
 
@@ -59,19 +63,25 @@ class PreparedExecutor:
     def __init__(self) -> None:
         self.spent_ns = 0
         self.bytes_sent = 0
+        self._enter: Enter = int  # tells nobody
         self._rows = 0
         self._tokens = np.random.default_rng(0).integers(3, VOCAB, 4096).astype(np.int32)
+
+    def tell_stages(self, enter: Enter) -> None:
+        """As in `TellsStages`."""
+        self._enter = enter
 
     def launch(self, plan: Plan) -> PreparedFlight:
         """The plan goes out as bytes."""
         self.bytes_sent += len(encode_plan(plan))
+        self._enter(_LAUNCH)
         began = time.thread_time_ns()
         if not plan.same_rows:
             self._rows = len(plan.rows)
         count = self._rows + int(plan.chunk_table[:, 3].sum())
         data = encode_result(Result(plan.step, self._tokens[:count], 1, 2))
         self.spent_ns += time.thread_time_ns() - began
-        return PreparedFlight(data)
+        return PreparedFlight(data, self._enter)
 
     def close(self) -> None:
         """Nothing runs."""

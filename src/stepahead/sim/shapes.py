@@ -50,10 +50,13 @@ def formula_ms(depth: int, forward: float, host: float, handover: float = HANDOV
     return max(forward, host, (forward + host + handover) / depth)
 
 
-def timing(forward: float, **ms: float) -> Timing:
-    """Constant costs; `ms` by the field's name without its unit: launch, submit, handover."""
-    rest = {f"{name}_ns": round(value * MS) for name, value in ms.items()}
-    return Timing(constant(round(forward * MS)), **rest)
+def timing(
+    forward: float, launch: float = 0.0, submit: float = 0.0, handover: float = 0.0
+) -> Timing:
+    """Constant costs."""
+    return Timing(
+        constant(round(forward * MS)), round(launch * MS), round(submit * MS), round(handover * MS)
+    )
 
 
 def tpot_ms(choice: LoopChoice, costs: Timing, work: HostWork, steps: int = STEPS) -> float:

@@ -15,7 +15,7 @@ from stepahead.config import EngineConfig, ModelFacts, resolve
 from stepahead.engine import Engine
 from stepahead.executor.virtual import Timing, VirtualClock, VirtualExecutor
 from stepahead.loop.base import Executor
-from stepahead.observe.books import Books
+from stepahead.observe.stages import Stage
 from stepahead.plan import Plan, Result
 from stepahead.scheduler.stop import Vocabulary
 from stepahead.sim.host_cost import EOS, VOCAB, PreparedExecutor
@@ -40,12 +40,18 @@ QUEUES = tuple(LoopChoice("batch-queue", depth) for depth in (2, 3, 4))
 LOOPS = (SERIAL, OVERLAP, *QUEUES)
 
 
+def _none(step: int) -> int:
+    return 0
+
+
 @dataclass(frozen=True)
 class HostWork:
-    """What a step's plan and retirement cost the host, in ns by the step's number."""
+    """What a step's plan and retirement cost the host, and its masks beside the plan, in ns by the
+    step's number."""
 
     plan_ns: Callable[[int], int]
     retire_ns: Callable[[int], int]
+    mask_ns: Callable[[int], int] = _none
 
 
 def constant(ns: int) -> Callable[[object], int]:
@@ -115,8 +121,7 @@ def rig(
     resolved = resolve(settled, ModelFacts(VOCAB, 8192, (EOS,), 1), bytes_available=1 << 40)
     clock = VirtualClock()
     executor = VirtualExecutor(inner or PreparedExecutor(), clock, timing)
-    engine = Engine(resolved, executor, _vocabulary())
-    put_on(engine, clock)
+    engine = Engine(resolved, executor, _vocabulary(), clock.now_ns)
     charge(engine, clock, work)
     return Rig(engine, clock)
 
@@ -124,12 +129,6 @@ def rig(
 @cache
 def _vocabulary() -> Vocabulary:
     return Vocabulary([b"x"] * VOCAB)
-
-
-def put_on(engine: Engine, clock: VirtualClock) -> None:
-    """Both books of an engine that has not stepped yet, on this clock."""
-    # reaches in, so that no engine carries a choice that only a simulation has
-    engine.books = engine._core.books = Books(clock.now_ns)
 
 
 def charge(engine: Engine, clock: VirtualClock, work: HostWork) -> None:
@@ -141,6 +140,9 @@ def charge(engine: Engine, clock: VirtualClock, work: HostWork) -> None:
         planned = plan()
         if planned is not None:
             clock.work(work.plan_ns(planned.step))
+            if (mask_ns := work.mask_ns(planned.step)) > 0:
+                engine.books.enter(Stage.MASK)
+                clock.work(mask_ns)
         return planned
 
     def charged_retire(plan: Plan, result: Result) -> Outputs:
