@@ -116,6 +116,7 @@ VLLM_RULES: list[tuple[str, str, str, str, int | None]] = [
         2,
     ),
     ("vllm serve m --enforce-eager", "no graphs", "stays", "on", 2),
+    ("vllm serve m --config a.yaml", "file of options", "depends", "depends", None),
 ]
 SGLANG_RULES: list[tuple[str, str, str, str, int | None]] = [
     ("sglang serve m", "default", "stays", "on", 2),
@@ -198,6 +199,7 @@ SGLANG_RULES: list[tuple[str, str, str, str, int | None]] = [
     ("sglang serve m --enable-mixed-chunk", "mixed batches", "stays", "on", 2),
     ("sglang serve m --is-embedding", "embeddings", "stays", "on", 2),
     ("sglang serve m --disable-cuda-graph", "no graphs", "stays", "on", 2),
+    ("sglang serve m --config a.yaml", "file of options", "depends", "depends", None),
 ]
 # what must not be taken for a rule's condition
 QUIET = [

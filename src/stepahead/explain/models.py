@@ -93,9 +93,8 @@ def _dense(name: str, spec: ModelSpec, dtype: str) -> Described:
         weight_bytes=values * width,
     )
     lines = (
-        f"{values / 1e9:.2f} B parameters, {spec.num_layers} layers",
-        f"{spec.num_heads} heads of {spec.head_dim}, {spec.num_kv_heads} of them with keys and "
-        "values of their own",
+        f"{spec.num_layers} layers, {spec.num_heads} heads of {spec.head_dim} on "
+        f"{spec.num_kv_heads} heads of keys and values",
         *spec.notes,
     )
     return Described(name, spec.architecture, facts, lines, sizes=_dense_sizes(spec, values))

@@ -138,10 +138,14 @@ def _findings(report: CommandReport) -> RenderableType:
 
 def _memory(memory: Memory) -> list[RenderableType]:
     return [
-        _section(f"Memory: {memory.parameters / 1e9:,.1f} B parameters"),
+        _section(f"Memory: {_many(memory.parameters)} parameters"),
         *(_hanging(line) for line in _memory_lines(memory)),
         *([_fits(memory)] if memory.fits else []),
     ]
+
+
+def _many(count: int) -> str:
+    return f"{count / 1e9:,.1f} B" if count >= 1e9 else f"{count / 1e6:,.1f} M"
 
 
 def _memory_lines(memory: Memory) -> Iterator[str]:

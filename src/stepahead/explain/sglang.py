@@ -77,6 +77,15 @@ RULES: tuple[Rule, ...] = (
         "one step more between a stop token and the end of its row",
     ),
     Rule(
+        "file of options",
+        ("--config",),
+        lambda words: words.on("--config"),
+        "depends",
+        "The file is not read here, and any option in it may decide; what the command line says "
+        "goes before it.",
+        "the options that the start logs",
+    ),
+    Rule(
         "stages",
         (_STAGES,),
         lambda words: words.number(_STAGES) > 1,

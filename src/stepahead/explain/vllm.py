@@ -202,6 +202,15 @@ RULES: tuple[Rule, ...] = (
         "no warning; the host's time in every TPOT",
     ),
     Rule(
+        "file of options",
+        ("--config",),
+        lambda words: words.on("--config"),
+        "depends",
+        "The file is not read here, and any option in it may decide; what the command line says "
+        "goes before it.",
+        "the options that the start logs",
+    ),
+    Rule(
         "stages",
         (_STAGES,),
         lambda words: _piped(words) and not _old_runner(words),
