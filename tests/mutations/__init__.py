@@ -6,7 +6,7 @@ table.
 
 from __future__ import annotations
 
-from mutations import cache, device, ends, model, runner, sampling, scheduler
+from mutations import cache, device, ends, explain, model, runner, sampling, scheduler
 
 MUTATIONS = [
     *runner.MUTATIONS,
@@ -16,4 +16,5 @@ MUTATIONS = [
     *model.MUTATIONS,
     *device.MUTATIONS,
     *ends.MUTATIONS,
+    *explain.MUTATIONS,
 ]

@@ -18,8 +18,10 @@ from cyclopts import Group, Parameter
 
 from stepahead.config import ALIASES, CHOICES, EngineConfig
 from stepahead.errors import ModelError
-from stepahead.llm.offline import LLM
 from stepahead.types import SamplingParams
+
+if TYPE_CHECKING:
+    from stepahead.llm.offline import LLM
 
 ENGINE = Group("Engine options", sort_key=2)
 SAMPLING = Group("Sampling defaults", sort_key=1)
@@ -140,6 +142,8 @@ def open_model(
 
     `defaults` are options that the command settles otherwise than EngineConfig.
     """
+    from stepahead.llm.offline import LLM  # 0.3 s that a verb without an engine need not pay
+
     if not quiet:
         tell(f"loading {model}")
     llm = LLM(model, chat_template=chat_template, **(defaults | given(flags)))
