@@ -101,6 +101,14 @@ MUTATIONS = [
         "tests/pure/test_engine_ends.py::test_ends_that_were_not_told_before_a_close_are_told_after_it",
     ),
     Mutation(
+        "a call beside another one is let in",
+        "answers taken away, or the engine closed, by somebody else's call",
+        "llm/offline.py",
+        "        if not self._answering.acquire(blocking=False):\n",
+        "        if False:\n",
+        "tests/cpu/test_llm.py::test_a_call_beside_another_is_refused_and_does_it_no_harm",
+    ),
+    Mutation(
         "two threads are let in",
         "a step that sees half of another one",
         "engine.py",
