@@ -14,6 +14,22 @@ MUTATIONS = [
         "tests/cpu/test_executor_process.py::test_a_forked_child_that_exits_leaves_the_worker_alone",
     ),
     Mutation(
+        "a forked child takes what lands",
+        "results that somebody else has taken",
+        "executor/process.py",
+        "        self._check_owner()\n        while",
+        "        while",
+        "tests/cpu/test_executor_process.py::test_a_forked_child_takes_nothing_that_lands",
+    ),
+    Mutation(
+        "a forked child hands plans over",
+        "steps that the parent has not planned",
+        "executor/process.py",
+        "        self._check_owner()\n        data",
+        "        data",
+        "tests/cpu/test_executor_process.py::test_a_forked_child_hands_nothing_over",
+    ),
+    Mutation(
         "an abort's step loses its hidden states",
         "a token without its state, once in a while",
         "engine.py",
