@@ -65,8 +65,8 @@ MUTATIONS = [
         "chat takes a flag that it can't honour",
         "an option that is silently ignored",
         "cli/chat.py",
-        "    if params.return_hidden_states:\n",
-        "    if False:\n",
+        "        if getattr(params, name) != getattr(plain, name):\n",
+        "        if False:\n",
         "tests/pure/test_cli_help.py::test_misuse_is_one_line_and_exit_code_two",
     ),
     Mutation(
