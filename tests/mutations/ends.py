@@ -141,6 +141,14 @@ MUTATIONS = [
         "tests/pure/test_engine_ends.py::test_closing_between_steps_ends_everyone_once",
     ),
     Mutation(
+        "an engine that can't be built keeps its worker",
+        "a process that is nobody's",
+        "assemble.py",
+        "        executor.close()\n",
+        "        pass\n",
+        "tests/pure/test_engine_ends.py::test_an_engine_that_can_not_be_built_leaves_no_executor",
+    ),
+    Mutation(
         "a fault in the scheduler keeps the worker alive",
         "a process that nobody ends",
         "engine.py",
