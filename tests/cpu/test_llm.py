@@ -426,6 +426,7 @@ def test_variables_may_have_our_parameters_names(tmp_path: Path) -> None:
         ({"kv_memory_gb": NAN}, "positive number"),
         ({"device": "hostile", "executor": "process"}, "executor=inline"),
         ({"chat_template": "/no/such/file"}, "can't be read"),
+        ({"chat_template": 5}, "chat template '5' can't be read"),
     ],
 )
 def test_a_bad_option_is_named(options: dict[str, Any], words: str) -> None:
