@@ -54,6 +54,22 @@ MUTATIONS = [
         "tests/pure/test_llm_answers.py::test_a_kept_state_does_not_keep_those_of_others",
     ),
     Mutation(
+        "an answer file's error is the system's",
+        "a full disk that nobody can find",
+        "cli/jsonl.py",
+        "            raise OSError(error.errno, error.strerror, str(self.path)) from error\n",
+        "            raise\n",
+        "tests/pure/test_cli_jsonl.py::test_a_full_disk_is_told_with_the_files_name",
+    ),
+    Mutation(
+        "a seed of null is the engine's own",
+        "a resumed run that answers otherwise",
+        "cli/run.py",
+        '        if fields.get("seed") is None:',
+        '        if "seed" not in fields:',
+        "tests/cpu/test_cli_run.py::test_what_is_done_is_not_done_again",
+    ),
+    Mutation(
         "hidden states are written with four digits",
         "numbers that are not the model's",
         "cli/jsonl.py",
