@@ -206,12 +206,22 @@ MUTATIONS = [
         "the reads are called over before the model has run",
         "a fine fence that opens too early",
         "runner/runner.py",
-        "        device.enqueue(Stream.FORWARD, first.fn, first.reads, first.writes)\n"
+        "        device.enqueue(\n"
+        "            Stream.FORWARD,\n"
+        "            partial(self._run_model, staged, box),\n"
+        '            (*blocks, "pages", "slots", "relay", "kv"),\n'
+        '            ("slots", "relay", "kv", states),\n'
+        "        )\n"
         "        if self._fence.fine:\n"
         "            self._fence.reads_over(device.record(Stream.FORWARD))\n",
         "        if self._fence.fine:\n"
         "            self._fence.reads_over(device.record(Stream.FORWARD))\n"
-        "        device.enqueue(Stream.FORWARD, first.fn, first.reads, first.writes)\n",
+        "        device.enqueue(\n"
+        "            Stream.FORWARD,\n"
+        "            partial(self._run_model, staged, box),\n"
+        '            (*blocks, "pages", "slots", "relay", "kv"),\n'
+        '            ("slots", "relay", "kv", states),\n'
+        "        )\n",
         "tests/cpu/test_matrix.py::test_every_client_hears_the_same_on_the_hostile_device[0]",
         "race on 'pages'",
     ),

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stepahead.device.base import Device, Event, HostArray, Stream, Work
+from stepahead.device.base import Device, Event, HostArray, Stream
 from stepahead.model.batch import StepInputs
 from stepahead.plan import Plan, PromptRows, Result
 from stepahead.runner.counts import PenaltyCounts
@@ -188,20 +188,21 @@ class Runner:
 
     def _enqueue_forward(self, staged: Staged, box: StepBox) -> None:
         device, blocks = self._device, staged.blocks
-        first = Work(
+        states = f"states {staged.step}"
+        device.enqueue(
+            Stream.FORWARD,
             partial(self._run_model, staged, box),
             (*blocks, "pages", "slots", "relay", "kv"),
-            ("slots", "relay", "kv", f"states {staged.step}"),
+            ("slots", "relay", "kv", states),
         )
-        rest = Work(
-            partial(self._run_sampler, staged, box),
-            (*blocks, "slots", "relay", "counts", f"states {staged.step}"),
-            ("slots", "relay", "counts", f"results {staged.step}"),
-        )
-        device.enqueue(Stream.FORWARD, first.fn, first.reads, first.writes)
         if self._fence.fine:
             self._fence.reads_over(device.record(Stream.FORWARD))
-        device.enqueue(Stream.FORWARD, rest.fn, rest.reads, rest.writes)
+        device.enqueue(
+            Stream.FORWARD,
+            partial(self._run_sampler, staged, box),
+            (*blocks, "slots", "relay", "counts", states),
+            ("slots", "relay", "counts", f"results {staged.step}"),
+        )
 
     def _enqueue_captured(self, graphs: DecodeGraphs, staged: Staged, box: StepBox) -> None:
         """As `_enqueue_forward`, for a step that only decodes: model and logits are a graph."""
