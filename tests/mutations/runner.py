@@ -302,6 +302,16 @@ MUTATIONS = [
         "tests/cpu/test_runner_steps.py::test_a_dead_slots_new_owner_lives",
     ),
     Mutation(
+        "lengths are copied out as the next step changes them",
+        "a length of one step or of the next, as it happens",
+        "runner/runner.py",
+        "device.download(lambda: _made(box.lengths_dev), name)",
+        'device.download(self._slots.length_dev.clone, "slots")',
+        "tests/cpu/test_runner_steps.py::"
+        "test_lengths_on_their_way_are_not_changed_by_a_step_that_only_prefills[--loop overlap]",
+        "race on 'slots'",
+    ),
+    Mutation(
         "lengths are read before they have come",
         "attention over a context too short",
         "runner/lengths.py",
