@@ -41,7 +41,8 @@ class KeepAlive:
 
     def drop(self, *names: str) -> None:
         """Gives back those that nobody holds any more."""
-        uses, unused = self._uses, []
+        uses = self._uses
+        unused: list[str] = []
         for name in names:
             uses[name] -= 1
             if not uses[name]:
