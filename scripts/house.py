@@ -49,7 +49,8 @@ TORCH_FREE_ROOMS = {
 }
 NEEDS_TORCH = {"cache/pools.py", "cache/tiers.py"}
 TORCH_FREE_FILES = {
-    *("device/__init__.py", "device/base.py", "device/virtual.py"),
+    *("device/__init__.py", "device/base.py"),
+    *("executor/virtual.py", "sim/virtual.py", "sim/shapes.py"),
     *("cli/__init__.py", "cli/main.py", "cli/options.py", "cli/explain.py"),
 }
 
