@@ -10,6 +10,7 @@ from mutations import (
     cache,
     device,
     ends,
+    explain,
     model,
     observe,
     probes,
@@ -32,4 +33,5 @@ MUTATIONS = [
     *probes.MUTATIONS,
     *trace.MUTATIONS,
     *watch.MUTATIONS,
+    *explain.MUTATIONS,
 ]

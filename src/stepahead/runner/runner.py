@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stepahead.device.base import Device, Event, HostArray, Stream, Work
+from stepahead.device.base import Device, Event, HostArray, Stream
 from stepahead.model.batch import StepInputs
 from stepahead.plan import Plan, PromptRows, Result
 from stepahead.runner.arrival import Arrival, waits
@@ -81,6 +81,7 @@ class StepBox:
     states_dev: Tensor | None = None
     tokens_dev: Tensor | None = None
     hidden_dev: Tensor | None = None
+    lengths_dev: Tensor | None = None
     logprobs: LogprobTensors | None = None
     prompts: list[LogprobTensors] = field(default_factory=list)
 
@@ -217,20 +218,21 @@ class Runner:
 
     def _enqueue_forward(self, staged: Staged, box: StepBox) -> None:
         device, blocks = self._device, staged.blocks
-        first = Work(
+        states = f"states {staged.step}"
+        device.enqueue(
+            Stream.FORWARD,
             partial(self._run_model, staged, box),
             (*blocks, "pages", "slots", "relay", "kv"),
-            ("slots", "relay", "kv", f"states {staged.step}"),
+            ("slots", "relay", "kv", states),
         )
-        rest = Work(
-            partial(self._run_sampler, staged, box),
-            (*blocks, "slots", "relay", "counts", f"states {staged.step}"),
-            ("slots", "relay", "counts", f"results {staged.step}"),
-        )
-        device.enqueue(Stream.FORWARD, first.fn, first.reads, first.writes)
         if self._fence.fine:
             self._fence.reads_over(device.record(Stream.FORWARD))
-        device.enqueue(Stream.FORWARD, rest.fn, rest.reads, rest.writes)
+        device.enqueue(
+            Stream.FORWARD,
+            partial(self._run_sampler, staged, box),
+            (*blocks, "slots", "relay", "counts", states),
+            ("slots", "relay", "counts", f"results {staged.step}"),
+        )
 
     def _enqueue_captured(self, graphs: DecodeGraphs, staged: Staged, box: StepBox) -> None:
         """As `_enqueue_forward`, for a step that only decodes: model and logits are a graph."""
@@ -273,9 +275,12 @@ class Runner:
             prompts.append((score, download))
         if len(group.hidden_rows):
             hidden = HiddenDownload(device, lambda: _made(box.hidden_dev), group.hidden_rows, name)
-        event = device.record(Stream.COPY)
+        lengths = None
         if self._lengths is not None:
-            self._lengths.follow(self._slots.length_dev)
+            lengths = device.download(lambda: _made(box.lengths_dev), name)
+        event = device.record(Stream.COPY)
+        if self._lengths is not None and lengths is not None:
+            self._lengths.follow(event, lengths)
         waited = device.waited()
         return RunnerFlight(
             staged.step,
@@ -327,6 +332,9 @@ class Runner:
         with torch.inference_mode():
             states = _made(box.states_dev)
             advance(staged.inputs, self._slots)
+            if self._lengths is not None:
+                # a copy: the next step may change them while the copy stream still reads
+                box.lengths_dev = self._slots.length_dev.clone()
             for score in staged.scores:
                 rows = states[score.first : score.first + score.count]
                 targets = score.targets_dev
