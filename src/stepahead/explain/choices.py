@@ -138,7 +138,7 @@ CHOICES: tuple[Choice, ...] = (
         _fence,
         "fine lets the next plan's writes go on under the running step; coarse puts them between "
         "two steps, on the device, in each step that has new pages or rows.",
-        "idle: fence, which grows with coarse; the host waits in neither case",
+        "idle: fence; more with coarse. The host waits in neither case",
     ),
     Choice(
         "dp-attention",
@@ -173,7 +173,7 @@ CHOICES: tuple[Choice, ...] = (
         _missing("no structured output"),
         "A row's mask needs its last token on the host: its sampling waits for the step before to "
         "be retired. Only such rows have to wait; engines that defer the whole batch lose more.",
-        "idle: mask late; its share against that of such rows",
+        "idle: mask late; against the share of such rows",
     ),
     Choice(
         "disaggregation",
