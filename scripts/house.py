@@ -27,7 +27,7 @@ LADDER = (
     *("errors", "wire", "sync", "types", "config", "plan"),
     *("observe", "text", "device", "cache", "scheduler", "loop"),
     *("model", "parallel", "runner", "executor", "disagg", "watch"),
-    *("engine", "assemble", "llm", "sim", "doctor", "serve", "trace", "top", "cli"),
+    *("engine", "assemble", "llm", "sim", "doctor", "serve", "trace", "top", "explain", "cli"),
 )
 # The package's own __init__ and __main__ stand below every room.
 FACE = "stepahead"
@@ -45,12 +45,13 @@ BLIND = {
 # of rooms that do use torch, these files.
 TORCH_FREE_ROOMS = {
     *("errors", "wire", "sync", "types", "config", "plan", FACE),
-    *("observe", "text", "cache", "scheduler", "loop", "watch", "top"),
+    *("observe", "text", "cache", "scheduler", "loop", "watch", "top", "explain"),
 }
 NEEDS_TORCH = {"cache/pools.py", "cache/tiers.py"}
 TORCH_FREE_FILES = {
-    *("device/__init__.py", "device/base.py", "device/virtual.py"),
-    *("cli/__init__.py", "cli/main.py", "cli/top.py"),
+    *("device/__init__.py", "device/base.py"),
+    *("executor/virtual.py", "sim/virtual.py", "sim/shapes.py"),
+    *("cli/__init__.py", "cli/main.py", "cli/options.py", "cli/explain.py", "cli/top.py"),
 }
 
 

@@ -103,9 +103,13 @@ def toy_parts(vocab_size: int = TOY_VOCAB, max_len: int = TOY_MAX_LEN) -> ModelP
 def assemble(config: EngineConfig, parts: ModelParts) -> Assembly:
     """An engine around any model that the runner's process can build from `parts`."""
     resolved = resolve(config, parts.facts)
-    executor, clock_ns = _executor(config.executor, runner_spec(resolved, parts))
     vocabulary = Vocabulary(parts.texts.token_bytes, parts.texts.special_ids)
-    engine = Engine(resolved, executor, vocabulary, clock_ns)
+    executor, clock_ns = _executor(config.executor, runner_spec(resolved, parts))
+    try:
+        engine = Engine(resolved, executor, vocabulary, clock_ns)
+    except BaseException:  # memory may be short for its tables, or Ctrl-C may come
+        executor.close()
+        raise
     engine.observer.garbage.freeze()
     return Assembly(engine, parts.texts, resolved, (*settings(resolved), *parts.notes))
 

@@ -165,8 +165,10 @@ def config_from(model: str, options: dict[str, Any]) -> EngineConfig:
             known = ", ".join(sorted(fields - {"model"}))
             raise ConfigError(f"unknown option {name!r}; known options: {known}")
         if target in settled:
+            # whichever of them came first
+            alias = next(given for given in options if ALIASES.get(given) == target)
             raise ConfigError(
-                f"{name!r} is another spelling of {target!r}, which is given too; keep one"
+                f"{alias!r} is another spelling of {target!r}, which is given too; keep one"
             )
         settled[target] = value
     config = EngineConfig(model=model, **settled)

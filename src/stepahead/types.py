@@ -6,7 +6,7 @@ Field names are those vLLM users have in their fingers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
@@ -317,7 +317,8 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str = ""
-    hidden_states: np.ndarray | None = None  # float32[n, hidden], one row for each of `token_ids`
+    # float32[n, hidden], one row for each of `token_ids`; arrays have no truth to compare by
+    hidden_states: np.ndarray | None = field(default=None, compare=False)
 
     def finished(self) -> bool:
         """True once a terminal message has come."""

@@ -90,3 +90,12 @@ def test_parts_of_the_engine_have_verbs(
     table, last = capsys.readouterr().out.splitlines()
     assert table == "table of 1.5"
     assert json.loads(last) == found
+
+
+def test_a_load_longer_than_the_model_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    # its answers were shorter than what the last line said
+    flags = ["--input-len", "20", "--output-len", "5000", *toy_flags(loop="serial"), "--quiet"]
+    assert run_command(["bench", "toy", *flags]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "output_len=5000 are 5020 tokens; the model takes" in captured.err

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -504,6 +505,34 @@ def test_a_forked_child_that_exits_leaves_the_worker_alone() -> None:
         check=False,
     )
     assert done.stdout == "alive\n", done.stderr
+
+
+def refused_in_a_fork(act: Callable[[], object]) -> bool:
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            act()
+        except EngineClosed as error:
+            code = 0 if "a fork of it" in str(error) else 2
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_forked_child_hands_nothing_over(start: Start) -> None:
+    # what it sent came back to its parent: both died of a broken order, or hung
+    executor = start()
+    assert refused_in_a_fork(partial(executor.launch, plan_of(0)))
+    land_all(executor, range(2), 1)
+
+
+def test_a_forked_child_takes_nothing_that_lands(start: Start) -> None:
+    executor = start()
+    flight = executor.launch(plan_of(0))
+    assert executor._channel.wait(HANG_S)  # so that it could take it
+    assert refused_in_a_fork(flight.land)
+    check(flight.land(), 0)
 
 
 @pytest.mark.parametrize("closed", ["0<&-", "1>&-", "2>&-"])

@@ -24,6 +24,7 @@ from stepahead.cli.options import tell
 from stepahead.errors import (
     ConfigError,
     EngineClosed,
+    EngineError,
     InvalidParameter,
     ModelError,
     NotEnoughMemory,
@@ -425,6 +426,7 @@ def test_variables_may_have_our_parameters_names(tmp_path: Path) -> None:
         ({"kv_memory_gb": NAN}, "positive number"),
         ({"device": "hostile", "executor": "process"}, "executor=inline"),
         ({"chat_template": "/no/such/file"}, "can't be read"),
+        ({"chat_template": 5}, "chat template '5' can't be read"),
     ],
 )
 def test_a_bad_option_is_named(options: dict[str, Any], words: str) -> None:
@@ -550,6 +552,38 @@ def test_a_second_ctrl_c_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.undo()
         with pytest.raises(EngineClosed, match="closed"):  # inside a step: nothing can be known
             llm.generate([[3]])
+
+
+def test_a_call_beside_another_is_refused_and_does_it_no_harm() -> None:
+    """It came from a second thread or a signal's handler: between two steps it took the answers of
+    the first call away, in the middle of one it closed the engine under it."""
+    params = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
+    prompts = [[5, 6], [7, 8, 9]]
+    refused: list[str] = []
+
+    def beside(llm: LLM) -> None:
+        with pytest.raises(EngineError, match="at another call") as caught:
+            llm.generate([3, 4], params)
+        refused.append(type(caught.value).__name__)
+
+    with toy(executor="inline") as llm:
+        right = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+        step, launch = llm.step, llm.engine._core.launch
+
+        def between() -> Any:
+            beside(llm)
+            return step()
+
+        def within() -> bool:
+            beside(llm)
+            return launch()
+
+        llm.step, llm.engine._core.launch = between, within  # type: ignore[method-assign]
+        found = llm.generate(prompts, params)
+        assert [output.outputs[0].token_ids for output in found] == right
+        assert set(refused) == {"EngineError"}
+        llm.step, llm.engine._core.launch = step, launch  # type: ignore[method-assign]
+        assert llm.generate(prompts, params)[1].outputs[0].token_ids == right[1]
 
 
 def test_after_close_nothing_runs_and_close_is_idempotent() -> None:

@@ -15,6 +15,7 @@ from engines import ORACLE, Variant, resolved, runner_spec, toy_engine
 from harness import Client, Run, differences, exactly
 from stepahead.device.base import Event, Stream
 from stepahead.device.eager import EagerDevice
+from stepahead.device.hostile import HostileDevice
 from stepahead.executor.inline import InlineExecutor
 from stepahead.model.batch import StepInputs
 from stepahead.model.toy import ToyModel
@@ -65,9 +66,8 @@ class WantsLengths(ToyModel):
 
     def __call__(self, inputs: StepInputs, kv: Any) -> Tensor:
         """As the toy."""
-        assert (
-            inputs.decode_bounds.tolist() == (inputs.positions_dev[: inputs.n_decode] + 1).tolist()
-        )
+        living = (inputs.cells_dev[: inputs.n_decode] > 0).numpy()  # the dead write to cell 0
+        assert inputs.decode_bounds[living].tolist() == inputs.decode_lens_dev[living].tolist()
         return self.forward(inputs, kv)
 
 
@@ -156,6 +156,22 @@ def test_lengths_on_the_host_are_exact_and_counted(variant: Variant) -> None:
     plain, wanting = play_on(ToyModel(17, 64), work, variant), WantsLengths(17, 64)
     engine_run = play_on(wanting, work, variant)
     assert not differences(plain, engine_run, exactly)
+
+
+@pytest.mark.parametrize("variant", [ORACLE, *AHEAD], ids=str)
+def test_lengths_on_their_way_are_not_changed_by_a_step_that_only_prefills(
+    variant: Variant,
+) -> None:
+    # such a step fetches no lengths, so nothing else orders it after the copy of those before it
+    prompt = tuple(2 + i % 9 for i in range(40))
+    work = Workload(0, OPTIONS, (Ask(0, prompt, SamplingParams(seed=0, max_tokens=3)),))
+    spec = runner_spec(resolved(work.options, variant))
+    for seed in range(4):
+        runner = Runner(WantsLengths(17, 64), HostileDevice(seed, spec.depth), spec, 17)
+        engine = toy_engine(work.options, variant, executor=InlineExecutor(runner))
+        assert not differences(
+            play_on(ToyModel(17, 64), work, variant), Client(engine, work).play(), exactly
+        )
 
 
 def test_a_wait_for_lengths_has_its_name() -> None:

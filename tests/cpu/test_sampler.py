@@ -211,6 +211,24 @@ def test_plain_greedy_rows_upload_nothing_and_cost_no_operation() -> None:
     assert (group.drawn, group.edits, group.penalised, group.logprob_rows_dev) == (None,) * 4
 
 
+@pytest.mark.parametrize(
+    ("eos_ids", "params", "any_end"),
+    [
+        (EOS, SamplingParams(), True),
+        ((), SamplingParams(), False),
+        (EOS, SamplingParams(ignore_eos=True), False),
+        ((), SamplingParams(stop_token_ids=[1]), True),
+    ],
+)
+def test_where_no_token_ends_a_row_the_device_looks_for_none(
+    eos_ids: tuple[int, ...], params: SamplingParams, any_end: bool
+) -> None:
+    wishes = Wishes(2, eos_ids, torch.zeros(4, dtype=torch.bool))
+    wishes.enter(join_of(1, Row(np.zeros(4), params)), None)
+    group = wishes.group(np.array([1]), upload)
+    assert (group.ends is not None) == any_end
+
+
 def lines_run(call: Callable[[], object]) -> int:
     """How many lines of Python a call runs, in all that it calls."""
     seen = 0

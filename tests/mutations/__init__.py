@@ -10,6 +10,7 @@ from mutations import (
     cache,
     device,
     ends,
+    explain,
     model,
     observe,
     pipeline,
@@ -34,4 +35,5 @@ MUTATIONS = [
     *probes.MUTATIONS,
     *trace.MUTATIONS,
     *watch.MUTATIONS,
+    *explain.MUTATIONS,
 ]

@@ -279,17 +279,27 @@ MUTATIONS = [
         "the dead rise again",
         "KV written two steps after the end",
         "runner/slots.py",
-        "dead.logical_or_(ended_dev)",
-        "ended_dev",
+        "seats.masked_fill_(ended_dev, 0)",
+        "slots_dev.masked_fill(ended_dev, 0)",
         "tests/cpu/test_runner_steps.py::test_a_dead_row_writes_no_kv",
     ),
     Mutation(
         "a dead slot's new owner is born dead",
         "a prompt whose answer is never written",
         "runner/slots.py",
-        "        self.dead_dev[joined_dev] = False\n",
+        "        self.seat_dev.index_copy_(0, joined_dev, joined_dev)\n",
         "        pass\n",
         "tests/cpu/test_runner_steps.py::test_a_dead_slots_new_owner_lives",
+    ),
+    Mutation(
+        "lengths are copied out as the next step changes them",
+        "a length of one step or of the next, as it happens",
+        "runner/runner.py",
+        "device.download(lambda: _made(box.lengths_dev), name)",
+        'device.download(self._slots.length_dev.clone, "slots")',
+        "tests/cpu/test_runner_steps.py::"
+        "test_lengths_on_their_way_are_not_changed_by_a_step_that_only_prefills[--loop overlap]",
+        "race on 'slots'",
     ),
     Mutation(
         "lengths are read before they have come",
@@ -335,10 +345,9 @@ MUTATIONS = [
     Mutation(
         "a graph has its rows' positions from its capture",
         "keys written over those of the first step",
-        "runner/graphs.py",
-        "                slots.length_dev[rows],\n",
-        "                slots.length_dev[rows].clone() if self._inputs is None else "
-        "self._inputs.positions_dev,\n",
+        "runner/inputs.py",
+        "    positions = slots.length_dev.index_select(0, seats)\n",
+        "    positions = torch.from_numpy(slots.length_dev.numpy()[seats.numpy()])\n",
         "tests/cpu/test_graphs.py::test_a_graph_gives_what_the_model_gives",
     ),
     Mutation(

@@ -156,7 +156,7 @@ def test_a_repeat_touches_no_column_and_its_landing_only_looks_for_stops(variant
     for name in kept:
         setattr(table, name, None)  # nothing can be read or written there
     before = scheduler.life.counters.repeats
-    plan, flight, _ = core._flights.popleft()
+    plan, flight, *_ = core._flights.popleft()
     result = flight.land()
     assert scheduler.plan() is not None
     assert len(scheduler.retire(plan, result).tokens) == 3

@@ -159,6 +159,34 @@ def test_answers_are_there_as_soon_as_they_are_written(tmp_path: Path) -> None:
         assert answers.done == {"a", 2}
 
 
+def test_a_full_disk_is_told_with_the_files_name(tmp_path: Path) -> None:
+    # closing the file tried again to write, and its error, which names nothing, took the other's
+    # place
+    path = tmp_path / "out.jsonl"
+
+    def fill() -> None:
+        with AnswerFile(path) as answers:
+            full = os.open("/dev/full", os.O_WRONLY)
+            os.dup2(full, answers._file.fileno())
+            os.close(full)
+            answers.write({"id": "a", "line": 1, "text": "x"})
+
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        fill()
+    assert caught.value.filename == str(path)
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity"])
+def test_what_json_has_no_number_for_is_said(tmp_path: Path, number: str) -> None:
+    path = tmp_path / "in.jsonl"
+    asked = f'{{"prompt": "NaN", "temperature": {number}}}\n{{"prompt": "NaN", "top_p" 1}}'
+    first, second = read_lines(write(path, asked.encode()))
+    assert str(first.error).endswith(
+        "NaN and Infinity are no JSON: give a number, or leave the field out"
+    )
+    assert "Infinity" not in str(second.error)
+
+
 WHOLE = b'{"id":"a","line":1,"text":"x"}\n'
 SECOND = b'{"id":7,"line":2,"text":"yy"}\n'
 
@@ -286,6 +314,10 @@ def test_a_file_of_one_endless_line_is_refused_by_its_beginning(
         b'{"id":1,"line":1,"prompt":"precious"}\n',
         WHOLE + b'{"id":1,"prompt":"precious","line":3}',
         b'{"id":' * 50_000 + b"1" + b"}" * 50_000 + b"\n",
+        b'{"id":1,"line":1,"text":"x","choices":5}\n',
+        b'{"id":1,"line":1,"text":"x","choices":["a"]}\n',
+        b'{"line":[1],"id":1,"text":"x"}\n',
+        b'{"id":true,"line":1,"text":"x"}\n',
     ],
 )
 def test_a_file_of_something_else_is_left_alone(tmp_path: Path, data: bytes) -> None:

@@ -14,6 +14,8 @@ import pytest
 from closed_form import Toy
 from engines import Tap, Variant, paper, resolved, toy_engine
 from listener import ENDLESS, LOOPS, OPTIONS, Listener
+from stepahead import assemble
+from stepahead.config import config_from
 from stepahead.engine import Engine
 from stepahead.errors import EngineClosed, EngineError, InvalidParameter, PoolFull, StepFailed
 from stepahead.plan import Plan, Result
@@ -300,6 +302,23 @@ def test_a_fault_in_the_books_does_not_keep_the_executor() -> None:
     with pytest.raises(AssertionError, match="pins"):
         listener.engine.close()
     assert closing.closed == 1
+
+
+@pytest.mark.parametrize("fault", [MemoryError, KeyboardInterrupt])
+def test_an_engine_that_can_not_be_built_leaves_no_executor(
+    fault: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker had been started and was nobody's: it lived until its channel was collected."""
+    falling = Falling(None)
+
+    def unbuilt(*_: object) -> Engine:
+        raise fault
+
+    monkeypatch.setattr(assemble, "_executor", lambda kind, spec: (falling, time.perf_counter_ns))
+    monkeypatch.setattr(assemble, "Engine", unbuilt)
+    with pytest.raises(fault):
+        assemble.build_engine(config_from("toy", {"threads": 1}))
+    assert falling.closed == 1
 
 
 def test_a_refused_choice_takes_its_siblings_with_it() -> None:

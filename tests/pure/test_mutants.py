@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -82,3 +84,13 @@ def test_the_page_of_proofs_has_the_list() -> None:
     page = (ROOT / "docs" / "proof.md").read_text(encoding="utf-8")
     missing = [line for line in table(MUTATIONS).splitlines() if line not in page]
     assert missing == [], "run scripts/mutants --table and put it into docs/proof.md"
+
+
+def test_a_python_without_the_tests_packages_is_refused_with_a_way_out() -> None:
+    # it said of every mutation that its tests fail without it
+    command = [sys.executable, "-E", "-S", str(ROOT / "scripts" / "mutants"), FEW[0]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "has no pytest" in done.stderr
+    assert ".venv/bin/python scripts/mutants" in done.stderr
+    assert done.stderr.count("\n") == 1

@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 
 from stepahead.errors import InvalidParameter, RequestError
-from stepahead.types import MAX_LOGPROBS, SamplingParams, as_prompt, params_from
+from stepahead.types import (
+    MAX_LOGPROBS,
+    CompletionOutput,
+    SamplingParams,
+    as_prompt,
+    params_from,
+)
 
 NAN, INF = float("nan"), float("inf")
 NOT_WHOLE: list[Any] = [1.5, "1", True, NAN, INF, [1]]
@@ -164,3 +170,13 @@ def test_what_the_giver_changes_later_is_not_taken_over() -> None:
     assert params.stops == ("a",)
     assert list(params.stop_token_ids or ()) == [3]
     assert params.logit_bias == {4: 1.0}
+
+
+def test_answers_with_hidden_states_can_be_compared() -> None:
+    # it raised, for an array's comparison is an array
+    one, same, other = (
+        CompletionOutput(0, text, [5, 6], hidden_states=np.ones((2, 3), np.float32))
+        for text in ("ab", "ab", "ac")
+    )
+    assert one == same
+    assert one != other

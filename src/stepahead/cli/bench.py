@@ -112,7 +112,14 @@ class Load:
 
 
 def measure_model(llm: LLM, load: Load) -> Summary:
-    """Answers the load once, after a short one that is not counted."""
+    """Answers the load once, after a short one that is not counted; ConfigError if it is longer
+    than the model, which would cut the answers short."""
+    longest, room = load.input_len + load.output_len, llm.resolved.model_len
+    if longest > room:
+        raise ConfigError(
+            f"input_len={load.input_len} and output_len={load.output_len} are {longest} tokens; "
+            f"the model takes {room} in all"
+        )
     random = np.random.default_rng(llm.resolved.config.seed)
     warm_up = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     llm.generate(_prompts(llm, 2, load.input_len, random), warm_up, use_tqdm=False)

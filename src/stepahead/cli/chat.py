@@ -33,6 +33,7 @@ from stepahead.llm.prompts import read_chat
 from stepahead.types import SamplingParams, params_from
 
 _DEFAULTS: dict[str, Any] = {"temperature": 0.0, "max_tokens": 1024}
+_NOT_SHOWN = ("n", "logprobs", "prompt_logprobs", "return_hidden_states")
 _GOES_ON = (0, signal.SIGINT)  # after these a conversation at a terminal does
 _HELP = "Ctrl-C stops an answer; /reset forgets the conversation, /exit or Ctrl-D leaves."
 Model = Annotated[
@@ -52,11 +53,7 @@ def chat(
 ) -> int:
     """Talks to a person at a terminal, or answers the lines of a pipe."""
     params = params_from(_DEFAULTS | given(sampling))
-    if params.return_hidden_states:
-        raise InvalidParameter(
-            "return_hidden_states: chat shows text alone; leave the flag out, or use stepahead run",
-            "return_hidden_states",
-        )
+    _check_shown(params)
     named = str(packaged_model()) if model is None else model
     with open_model(named, engine, chat_template, quiet, max_rows=1) as llm:
         # a model that can't chat says so now, not after the first question
@@ -65,6 +62,18 @@ def chat(
         if sys.stdin.isatty():
             return _talk(conversation)
         return _pipe(conversation)
+
+
+def _check_shown(params: SamplingParams) -> None:
+    """InvalidParameter for what was asked and would be computed, but never seen."""
+    plain = SamplingParams()
+    for name in _NOT_SHOWN:
+        if getattr(params, name) != getattr(plain, name):
+            raise InvalidParameter(
+                f"{name}: chat shows the text of one answer alone; leave the flag out, or use "
+                "stepahead run",
+                name,
+            )
 
 
 @dataclass

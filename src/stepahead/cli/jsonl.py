@@ -31,6 +31,9 @@ _BEGINS = (b'{"id":', b'{"line":')
 _HEAD = re.compile(
     rb'\{(?:"id":(?:-?\d+|"(?:[^"\\]|\\.)*"),"line":\d+|"line":\d+,"id":\d+),"(?:text|error)":'
 )
+# what Python's json writes for floats that JSON has no numbers for
+_SPELT_NUMBER = re.compile(rb"[:,\[]\s*-?(?:NaN|Infinity)\b")
+_NOT_A_NUMBER = "; NaN and Infinity are no JSON: give a number, or leave the field out"
 Key = str | int | tuple[str, int]
 
 
@@ -94,7 +97,8 @@ def _read_line(number: int, text: bytes) -> Line:
     except RecursionError:
         return _broken(number, "nested too deeply", "line")
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        return _broken(number, f"not JSON: {error}", "line")
+        why = _NOT_A_NUMBER if _SPELT_NUMBER.search(text) else ""
+        return _broken(number, f"not JSON: {error}{why}", "line")
     if not isinstance(fields, dict):
         return _broken(number, f"not an object but {type(fields).__name__}", "line")
     named = "id" in fields
@@ -200,9 +204,12 @@ class AnswerFile:
         self._file = new
 
     def write(self, answer: dict[str, Any]) -> None:
-        """Adds an answer, as `answered` or `failed` makes it."""
-        self._file.write(msgspec.json.encode(answer) + b"\n")
-        self._file.flush()
+        """Adds an answer, as `answered` or `failed` makes it; OSError names the file."""
+        try:
+            self._file.write(msgspec.json.encode(answer) + b"\n")
+            self._file.flush()
+        except OSError as error:  # a write does not know what it writes to
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def __enter__(self) -> AnswerFile:
         return self
@@ -213,7 +220,11 @@ class AnswerFile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError:  # it tries again to write what could not be written, which has been told
+            if error is None:
+                raise
 
 
 def _try_lock(file: BinaryIO) -> bool:
@@ -238,9 +249,19 @@ def _decoded(data: bytes) -> Any:
 def _answer_of(data: bytes) -> dict[str, Any] | None:
     """The answer that a whole line holds; None if it holds none."""
     answer = _decoded(data) if data.endswith(b"\n") else None
-    if not isinstance(answer, dict) or not isinstance(answer.get("id"), str | int):
-        return None
-    return answer if "line" in answer and ("text" in answer or "error" in answer) else None
+    return answer if isinstance(answer, dict) and _is_answer(answer) else None
+
+
+def _is_answer(answer: dict[str, Any]) -> bool:
+    name, number, choices = answer.get("id"), answer.get("line"), answer.get("choices", [])
+    return (
+        isinstance(name, str | int)
+        and not isinstance(name, bool)
+        and type(number) is int
+        and isinstance(choices, list)
+        and all(isinstance(choice, dict) for choice in choices)
+        and ("text" in answer or "error" in answer)
+    )
 
 
 def _is_undone(answer: dict[str, Any]) -> bool:

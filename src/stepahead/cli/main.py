@@ -65,6 +65,13 @@ _VERBS = {
     A real model, once with each loop: figures side by side, the same tokens, and a picture. The
     exit code is 1 if answers differ by more than rounding explains.
     """,
+    "stepahead.cli.explain:explain": """What a configuration does to overlap, and why.
+
+    The effective configuration of a model, with the reason for each thing that was settled, and
+    what each deployment choice does to overlap; nothing is loaded, and what would be refused is
+    said and not done. Or, behind --, a command line of SGLang or vLLM: what their rules make of it,
+    and the same wish here.
+    """,
 }
 for place, words in _VERBS.items():
     app.command(place, name=_name(place), help=inspect.cleandoc(words))

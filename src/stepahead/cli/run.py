@@ -152,7 +152,9 @@ class Batch:
     def _read(self, line: Line) -> tuple[Prompt, SamplingParams]:
         fields = dict(line.fields)
         prompt = self._prompt(fields)
-        return prompt, params_from(self._defaults | {"seed": self._seed(line)} | fields)
+        if fields.get("seed") is None:  # null too: the engine's own would be of the order
+            fields["seed"] = self._seed(line)
+        return prompt, params_from(self._defaults | fields)
 
     def _seed(self, line: Line) -> int:
         # of the line alone, so that a run that was resumed answers as one that was not

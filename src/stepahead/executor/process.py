@@ -113,6 +113,7 @@ class ProcessExecutor:
 
     def launch(self, plan: Plan) -> ProcessFlight:
         """Hands the plan over, whatever the worker is busy with; RunnerDied, EngineClosed."""
+        self._check_owner()
         data = encode_plan(plan)
         self._enter(_LAUNCH)
         self.send(data)
@@ -133,6 +134,7 @@ class ProcessExecutor:
 
     def receive(self, flight: ProcessFlight) -> Result:
         """Takes results in, which come in the order of launch, until that of `flight` is there."""
+        self._check_owner()
         while flight.result is None:
             frame = self._next_frame()[1]
             self._enter(_DECODE)
@@ -141,6 +143,14 @@ class ProcessExecutor:
             assert oldest.step == result.step, "the worker answered out of order"
             oldest.result = result
         return flight.result
+
+    def _check_owner(self) -> None:
+        # the channel is the parent's: what a forked child sends or takes there, the parent lacks
+        if os.getpid() != self._owner:
+            raise EngineClosed(
+                f"the engine is that of process {self._owner}, and this is a fork of it; "
+                "start a new one here"
+            )
 
     def close(self) -> None:
         """Asks the worker to leave, ends it if it won't, and leaves nothing of it, in CLOSE_S.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -69,6 +70,7 @@ class LLM:
         self.tokenizer: Texts = assembly.texts
         self.settings: tuple[str, ...] = assembly.settings
         self._keys = itertools.count()
+        self._answering = threading.Lock()
         # an LLM that nobody closes gives its worker back when it is dropped or the program ends
         self._finalizer = weakref.finalize(self, assembly.engine.close)
         for line in self.settings:
@@ -111,7 +113,8 @@ class LLM:
         RequestError names the prompt that is wrong, and then none has run.  When the engine fails
         its EngineError is raised with `outputs`, the list that would have been returned, on it:
         requests that were not done have the finish reason `error` there.  So is EngineClosed when
-        another thread closes the engine meanwhile; they have the finish reason `abort` then.
+        another thread closes the engine meanwhile; they have the finish reason `abort` then.  A
+        call beside one that is not done is refused with EngineError, and does it no harm.
         """
         found = prompt_list(prompts)
 
@@ -149,6 +152,30 @@ class LLM:
         return self._answer("messages", found, read, sampling_params, use_tqdm)
 
     def _answer(
+        self,
+        name: str,
+        prompts: list[Any],
+        read: Callable[[Any], Prompt],
+        sampling_params: Params,
+        use_tqdm: bool | None,
+    ) -> list[RequestOutput]:
+        # before anything is touched: the steps of two calls would bring each other's answers
+        with self._alone():
+            return self._answer_alone(name, prompts, read, sampling_params, use_tqdm)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Generator[None]:
+        if not self._answering.acquire(blocking=False):
+            raise EngineError(
+                "this LLM is at another call, in another thread or below on this one's stack; that "
+                "one goes on: give all prompts to one call, or each thread an LLM of its own"
+            )
+        try:
+            yield
+        finally:
+            self._answering.release()
+
+    def _answer_alone(
         self,
         name: str,
         prompts: list[Any],

@@ -116,7 +116,7 @@ def read_template(template: str | Path | None) -> str | None:
         return template
     try:
         return Path(template).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
             f"the chat template {str(template)!r} can't be read ({error}); "
             "give the path of a file or a template's text"

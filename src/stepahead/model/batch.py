@@ -36,8 +36,8 @@ class StepInputs:
     cells_dev         int64[T], where each token's KV is written: page * page_size + offset
     n_decode          number of decode rows
     decode_pages_dev  int64[n_decode, P], page table of the decode rows, padded with page 0
-    decode_lens_dev   int64[n_decode], context length, this token included; 1 for a row whose stop
-                      token has been sampled: it writes to page 0 and nobody wants its result
+    decode_lens_dev   int64[n_decode], context length, this token included; a row whose stop token
+                      has been sampled is at position 0 of page 0, and nobody wants its result
     decode_bounds     int64 numpy[n_decode], the host's upper bounds of decode_lens
     max_decode_len    the largest of them, 0 without rows; P * page_size >= max_decode_len
     chunks            the other rows, in the order of their tokens

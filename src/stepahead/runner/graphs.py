@@ -138,7 +138,6 @@ class DecodeGraphs:
             self._inputs = decode_inputs(
                 rows,
                 self._tokens_dev[:size],
-                slots.length_dev[rows],
                 self._bounds[:size],
                 slots,
                 self._page_size,

@@ -66,10 +66,9 @@ def chunk_rows(plan: Plan, num_rows: int) -> tuple[tuple[int, int, int, int], ..
 
 def build_inputs(step: StagedStep, slots: SlotState, relay: Relay, page_size: int) -> StepInputs:
     """Runs on the forward stream: resolves tokens, positions and cells from the slots' state."""
-    rows = step.rows_dev
-    ids, positions = relay.resolve(step.route), slots.length_dev.index_select(0, rows)
-    most = int(step.bounds.max(initial=0))
-    inputs = decode_inputs(rows, ids, positions, step.bounds, slots, page_size, most)
+    ids, bounds = relay.resolve(step.route), step.bounds
+    most = int(bounds.max()) if len(bounds) else 0
+    inputs = decode_inputs(step.rows_dev, ids, bounds, slots, page_size, most)
     if step.chunk_tokens_dev is None:
         return inputs
     token, owner, position = step.chunk_tokens_dev
@@ -81,7 +80,7 @@ def build_inputs(step: StagedStep, slots: SlotState, relay: Relay, page_size: in
     return replace(
         inputs,
         token_ids_dev=torch.cat([ids, token]),
-        positions_dev=torch.cat([positions, position]),
+        positions_dev=torch.cat([inputs.positions_dev, position]),
         cells_dev=torch.cat([inputs.cells_dev, cells]),
         chunks=chunks,
     )
@@ -90,24 +89,24 @@ def build_inputs(step: StagedStep, slots: SlotState, relay: Relay, page_size: in
 def decode_inputs(
     rows: Tensor,
     ids: Tensor,
-    positions: Tensor,
     bounds: np.ndarray,
     slots: SlotState,
     page_size: int,
     most: int,
 ) -> StepInputs:
-    """A step of decode rows alone: slots, tokens and positions int64[n], contexts up to `most`.
+    """A step of decode rows alone: slots and tokens int64[n], contexts up to `most`.
 
-    A dead row writes to the padding page, and reads one cell.
+    A dead row sits in slot 0: it writes to the padding page, and reads one cell.
     """
-    dead = slots.dead_dev.index_select(0, rows)
+    seats = slots.seat_dev.index_select(0, rows)
+    positions = slots.length_dev.index_select(0, seats)
     return StepInputs(
         token_ids_dev=ids,
         positions_dev=positions,
-        cells_dev=_cells(slots, rows, positions, page_size).masked_fill_(dead, 0),
+        cells_dev=_cells(slots, seats, positions, page_size),
         n_decode=len(rows),
-        decode_pages_dev=slots.pages_dev[:, : -(-most // page_size)].index_select(0, rows),
-        decode_lens_dev=(positions + 1).masked_fill_(dead, 1),
+        decode_pages_dev=slots.pages_dev[:, : -(-most // page_size)].index_select(0, seats),
+        decode_lens_dev=positions + 1,
         decode_bounds=bounds,
         max_decode_len=most,
         chunks=(),

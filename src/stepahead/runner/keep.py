@@ -7,7 +7,7 @@ made after n was retired.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from typing import Any
 
 from stepahead.device.base import Device
@@ -20,7 +20,7 @@ class KeepAlive:
         self._device = device
         self._depth = depth
         self._steps: deque[tuple[tuple[str, ...], Any]] = deque()
-        self._uses: Counter[str] = Counter()
+        self._uses: dict[str, int] = {}
 
     def make_room(self) -> None:
         """Before step n + D is staged: lets go of step n, which has landed."""
@@ -41,13 +41,18 @@ class KeepAlive:
 
     def hold(self, *names: str) -> None:
         """The blocks stay until they are dropped as often as they are held."""
-        self._uses.update(names)
+        uses = self._uses
+        for name in names:
+            uses[name] = uses.get(name, 0) + 1
 
     def drop(self, *names: str) -> None:
         """Gives back those that nobody holds any more."""
-        self._uses.subtract(names)
-        unused = tuple(name for name in names if not self._uses[name])
+        uses = self._uses
+        unused: list[str] = []
+        for name in names:
+            uses[name] -= 1
+            if not uses[name]:
+                del uses[name]
+                unused.append(name)
         if unused:
-            for name in unused:
-                del self._uses[name]
-            self._device.free(unused)
+            self._device.free(tuple(unused))

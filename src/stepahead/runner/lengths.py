@@ -6,15 +6,10 @@ does, a step that decodes waits for the forward before it: that is serial work, 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from stepahead.device.base import Device, Event, HostArray, Stream
+from stepahead.device.base import Device, Event, HostArray
 from stepahead.sync import SyncReason
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class HostLengths:
@@ -24,10 +19,9 @@ class HostLengths:
         self._device = device
         self._after: tuple[Event, HostArray] | None = None
 
-    def follow(self, length_dev: Tensor) -> None:
-        """Copies int64[slots] after the step just launched."""
-        array = self._device.download(length_dev.clone, "slots")
-        self._after = self._device.record(Stream.COPY), array
+    def follow(self, event: Event, lengths: HostArray) -> None:
+        """The step just launched leaves `lengths` int64[slots]; they are there after its event."""
+        self._after = event, lengths
 
     def fetch(self, computed: np.ndarray) -> None:
         """Waits for the newest copy, which becomes `computed` int64[slots]."""

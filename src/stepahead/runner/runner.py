@@ -87,6 +87,7 @@ class StepBox:
     states_dev: Tensor | None = None
     tokens_dev: Tensor | None = None
     hidden_dev: Tensor | None = None
+    lengths_dev: Tensor | None = None
     logprobs: LogprobTensors | None = None
     prompts: list[LogprobTensors] = field(default_factory=list)
 
@@ -327,9 +328,12 @@ class Runner:
             prompts.append((score, download))
         if len(group.hidden_rows):
             hidden = HiddenDownload(device, lambda: _made(box.hidden_dev), group.hidden_rows, name)
-        event = device.record(Stream.COPY)
+        lengths = None
         if self._lengths is not None:
-            self._lengths.follow(self._slots.length_dev)
+            lengths = device.download(lambda: _made(box.lengths_dev), name)
+        event = device.record(Stream.COPY)
+        if self._lengths is not None and lengths is not None:
+            self._lengths.follow(event, lengths)
         waited = device.waited()
         return RunnerFlight(
             staged.step,
@@ -417,6 +421,9 @@ class Runner:
         with torch.inference_mode():
             states = _made(box.states_dev)
             advance(staged.inputs, self._slots)
+            if self._lengths is not None:
+                # a copy: the next step may change them while the copy stream still reads
+                box.lengths_dev = self._slots.length_dev.clone()
             for score in staged.scores:
                 rows = states[score.first : score.first + score.count]
                 targets = score.targets_dev

@@ -1,4 +1,4 @@
-"""What the device keeps by slot: page table, true length, whether it is dead; and the host's shadow
+"""What the device keeps by slot: page table, true length, where its rows sit; and the host's shadow
 of lengths.
 
 The page table is written on the schedule stream, behind the fence.  All else changes on the forward
@@ -15,15 +15,16 @@ from stepahead.plan import Join, Plan
 
 
 class SlotState:
-    """Arrays by slot, on the device: `pages_dev` int64[slots, max_pages], `length_dev` int64[slots]
-    (positions computed), `dead_dev` bool[slots] (its stop token has been sampled, so the steps it
+    """Arrays by slot, on the device: `pages_dev` int64[slots, max_pages]; `length_dev` int64[slots]
+    (positions computed); `seat_dev` int64[slots] (whose table and length its rows go by: its own,
+    or those of slot 0, the padding, once its stop token has been sampled, so that the steps it
     still has in the air write nothing).  `computed` int64[slots] is the host's prediction of
     lengths: exact for rows that live, more for the dead."""
 
     def __init__(self, num_slots: int, max_pages: int, place: torch.device) -> None:
         self.pages_dev = torch.zeros((num_slots, max_pages), dtype=torch.int64, device=place)
         self.length_dev = torch.zeros(num_slots, dtype=torch.int64, device=place)
-        self.dead_dev = torch.zeros(num_slots, dtype=torch.bool, device=place)
+        self.seat_dev = torch.arange(num_slots, device=place)
         self.computed = np.zeros(num_slots, np.int64)
         self._max_pages = max_pages
 
@@ -39,13 +40,13 @@ class SlotState:
 
     def revive(self, joined_dev: Tensor) -> None:
         """Slots int64[j] have new owners, who live; on the forward stream."""
-        self.dead_dev[joined_dev] = False
+        self.seat_dev.index_copy_(0, joined_dev, joined_dev)
 
     def bury(self, slots_dev: Tensor, ended_dev: Tensor) -> None:
         """Rows of slots int64[r] where `ended_dev` bool[r] write nothing any more; on the forward
         stream.  The dead stay dead, whatever they go on to sample."""
-        dead = self.dead_dev.index_select(0, slots_dev)
-        self.dead_dev.index_copy_(0, slots_dev, dead.logical_or_(ended_dev))
+        seats = self.seat_dev.index_select(0, slots_dev)
+        self.seat_dev.index_copy_(0, slots_dev, seats.masked_fill_(ended_dev, 0))
 
     def page_changes(self, plan: Plan) -> np.ndarray | None:
         """int64[2, k]: (flat index, page) of each entry the plan brings; None if there is none."""

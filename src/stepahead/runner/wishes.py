@@ -72,7 +72,7 @@ class Wishes:
     def _enter_ends(self, slot: int, params: SamplingParams, prompt_len: int) -> None:
         self._ends.pop(slot, None)
         plain = not params.stop_token_ids and not params.min_tokens
-        self._heeds[slot] = plain and not params.ignore_eos
+        self._heeds[slot] = plain and not params.ignore_eos and len(self._eos_ids) > 0
         if not plain and (stops := _stop_ids(params, self._eos_ids)):
             self._ends[slot] = np.stack(
                 [stops, np.full(len(stops), prompt_len + params.min_tokens)]

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -156,7 +157,7 @@ def lay_out(inputs: StepInputs, shape: HeadShape) -> StepAttention:
     lens_dev = inputs.decode_lens_dev.clamp(min=1)
     groups = tuple(
         _decode_group(inputs.decode_pages_dev, lens_dev, shape, kv_head_dev, rows, longest)
-        for rows, longest in group_rows(inputs.decode_bounds.clip(1).tolist(), shape)
+        for rows, longest in group_rows(np.maximum(inputs.decode_bounds, 1).tolist(), shape)
     )
     return StepAttention(shape, inputs.n_decode, own_head, groups, lay_out_chunks(inputs, shape))
 

@@ -1,0 +1,163 @@
+"""Other engines' flags: how each is spelt, whether a value follows, what it is here.
+
+Two tables, `VLLM` and `SGLANG`.  A flag that is in neither is "not looked at".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Takes = Literal["value", "number", "json", "many", "nothing"]
+
+_SERVER = "the server is not in this engine yet"
+_ONE_DEVICE = "one device, one rank so far"
+_NOT_NEEDED = "nothing here depends on it"
+_KERNELS = "the attention that fits the device is taken"
+
+
+@dataclass(frozen=True)
+class Flag:
+    """`names` are its spellings, the first the one it is known by; `to` is our option, if there is
+    one that means the same, else `why` says why there is none."""
+
+    names: tuple[str, ...]
+    takes: Takes = "value"
+    to: str | None = None
+    why: str = ""
+
+
+def _no(why: str, *names: str, takes: Takes = "value") -> Flag:
+    return Flag(names, takes, None, why)
+
+
+def _as(to: str, *names: str, takes: Takes = "number") -> Flag:
+    return Flag(names, takes, to)
+
+
+VLLM: tuple[Flag, ...] = (
+    _as("model", "--model", takes="value"),
+    _as("loop", "--async-scheduling", takes="nothing"),
+    _as("loop", "--no-async-scheduling", takes="nothing"),
+    _as("max_rows", "--max-num-seqs"),
+    _as("max_step_tokens", "--max-num-batched-tokens"),
+    _as("page_size", "--block-size"),
+    _as("max_model_len", "--max-model-len"),
+    _as("num_pages", "--num-gpu-blocks-override"),
+    _as("kv_memory_gb", "--kv-cache-memory-bytes"),
+    _as("prefix_cache", "--enable-prefix-caching", takes="nothing"),
+    _as("prefix_cache", "--no-enable-prefix-caching", takes="nothing"),
+    _as("seed", "--seed"),
+    _as("dtype", "--dtype", takes="value"),
+    _as("chat_template", "--chat-template", takes="value"),
+    _no("memory is given in GiB, with kv_memory_gb", "--gpu-memory-utilization"),
+    _no(_ONE_DEVICE, "--tensor-parallel-size", "-tp", takes="number"),
+    _no(_ONE_DEVICE, "--pipeline-parallel-size", "-pp", takes="number"),
+    _no(_ONE_DEVICE, "--data-parallel-size", "-dp", takes="number"),
+    _no(_ONE_DEVICE, "--data-parallel-size-local", "-dpl", takes="number"),
+    _no(_ONE_DEVICE, "--data-parallel-address", "-dpa"),
+    _no(_ONE_DEVICE, "--enable-expert-parallel", "-ep", takes="nothing"),
+    _no(_ONE_DEVICE, "--enable-dbo", takes="nothing"),
+    _no(_ONE_DEVICE, "--all2all-backend"),
+    _no(_ONE_DEVICE, "--enable-eplb", takes="nothing"),
+    _no(_ONE_DEVICE, "--nnodes", takes="number"),
+    _no("drafts are not here yet", "--speculative-config", "-sc", takes="json"),
+    _no("drafts are not here yet", "--spec-method"),
+    _no("drafts are not here yet", "--spec-model"),
+    _no("drafts are not here yet", "--spec-tokens", takes="number"),
+    _no("the scheduler is not exchanged", "--scheduler-cls"),
+    _no("requests are served as they come", "--scheduling-policy"),
+    _no("long prompts always run in chunks", "--enable-chunked-prefill", takes="nothing"),
+    _no("long prompts always run in chunks", "--no-enable-chunked-prefill", takes="nothing"),
+    _no("the runner has a process of its own", "--distributed-executor-backend"),
+    _no("no embedding models here yet", "--runner"),
+    _no("no embedding models here yet", "--convert"),
+    _no("no embedding models here yet", "--task"),
+    _no("KV is kept in dtype", "--kv-cache-dtype"),
+    _no("no quantised weights but GGUF's", "--quantization", "-q"),
+    _no("prefill and decode share an engine", "--kv-transfer-config", takes="json"),
+    _no("structured output is not here yet", "--structured-outputs-config", takes="json"),
+    _no("on CUDA steps are captured as graphs", "--enforce-eager", takes="nothing"),
+    _no("on CUDA steps are captured as graphs", "--compilation-config", "-cc", takes="json"),
+    _no(_KERNELS, "--attention-backend"),
+    _no("the device is named with device", "--device"),
+    _no(_NOT_NEEDED, "--trust-remote-code", takes="nothing"),
+    _no("a model is a folder or a file", "--revision"),
+    _no("a model is a folder or a file", "--download-dir"),
+    _no("the files say their format", "--load-format"),
+    _no("the tokenizer is the model's", "--tokenizer"),
+    _no("a file of options is not read here", "--config"),
+    _no(_SERVER, "--host"),
+    _no(_SERVER, "--port", takes="number"),
+    _no(_SERVER, "--api-key", takes="many"),
+    _no(_SERVER, "--served-model-name", takes="many"),
+    _no(_SERVER, "--api-server-count", "-asc", takes="number"),
+    _no(_SERVER, "--shutdown-timeout"),
+    _no(_SERVER, "--tool-call-parser"),
+    _no(_SERVER, "--reasoning-parser"),
+    _no(_SERVER, "--enable-auto-tool-choice", takes="nothing"),
+)
+
+SGLANG: tuple[Flag, ...] = (
+    _as("model", "--model-path", "--model", takes="value"),
+    _as("loop", "--disable-overlap-schedule", takes="nothing"),
+    _as("max_rows", "--max-running-requests"),
+    _as("max_step_tokens", "--chunked-prefill-size"),
+    _as("page_size", "--page-size"),
+    _as("max_model_len", "--context-length"),
+    _as("num_pages", "--max-total-tokens"),
+    _as("prefix_cache", "--disable-radix-cache", takes="nothing"),
+    _as("seed", "--random-seed"),
+    _as("dtype", "--dtype", takes="value"),
+    _as("device", "--device", takes="value"),
+    _as("chat_template", "--chat-template", takes="value"),
+    _no("memory is given in GiB, with kv_memory_gb", "--mem-fraction-static"),
+    _no("max_step_tokens bounds every step", "--max-prefill-tokens", takes="number"),
+    _no("every step may mix", "--enable-mixed-chunk", takes="nothing"),
+    _no(_ONE_DEVICE, "--tensor-parallel-size", "--tp-size", "--tp", takes="number"),
+    _no(_ONE_DEVICE, "--pipeline-parallel-size", "--pp-size", "--pp", takes="number"),
+    _no(_ONE_DEVICE, "--pp-async-batch-depth", takes="number"),
+    _no(_ONE_DEVICE, "--pp-max-micro-batch-size", takes="number"),
+    _no(_ONE_DEVICE, "--data-parallel-size", "--dp-size", "--dp", takes="number"),
+    _no(_ONE_DEVICE, "--expert-parallel-size", "--ep-size", "--ep", takes="number"),
+    _no(_ONE_DEVICE, "--enable-dp-attention", takes="nothing"),
+    _no(_ONE_DEVICE, "--moe-a2a-backend"),
+    _no(_ONE_DEVICE, "--deepep-mode"),
+    _no(_ONE_DEVICE, "--enable-two-batch-overlap", takes="nothing"),
+    _no(_ONE_DEVICE, "--nnodes", takes="number"),
+    _no(_ONE_DEVICE, "--node-rank", takes="number"),
+    _no(_ONE_DEVICE, "--dist-init-addr"),
+    _no("drafts are not here yet", "--speculative-algorithm", "--speculative-algo"),
+    _no("drafts are not here yet", "--speculative-num-steps", takes="number"),
+    _no("drafts are not here yet", "--speculative-eagle-topk", takes="number"),
+    _no("drafts are not here yet", "--speculative-num-draft-tokens", takes="number"),
+    _no("drafts are not here yet", "--speculative-draft-model-path"),
+    _no("structured output is not here yet", "--grammar-backend"),
+    _no("prefill and decode share an engine", "--disaggregation-mode"),
+    _no("prefill and decode share an engine", "--disaggregation-transfer-backend"),
+    _no("prefill and decode share an engine", "--enable-pdmux", takes="nothing"),
+    _no("no recurrent caches", "--mamba-radix-cache-strategy", "--mamba-scheduler-strategy"),
+    _no("no diffusion models", "--dllm-algorithm"),
+    _no("no embedding models here yet", "--is-embedding", takes="nothing"),
+    _no("each request asks for itself", "--enable-return-hidden-states", takes="nothing"),
+    _no("KV is kept in dtype", "--kv-cache-dtype"),
+    _no("no quantised weights but GGUF's", "--quantization"),
+    _no("on CUDA steps are captured as graphs", "--disable-cuda-graph", takes="nothing"),
+    _no("on CUDA steps are captured as graphs", "--cuda-graph-max-bs", takes="number"),
+    _no(_KERNELS, "--attention-backend"),
+    _no("requests are served as they come", "--schedule-policy"),
+    _no("requests are served as they come", "--schedule-conservativeness"),
+    _no("the pool is on the device alone", "--enable-hierarchical-cache", takes="nothing"),
+    _no(_NOT_NEEDED, "--trust-remote-code", takes="nothing"),
+    _no("a model is a folder or a file", "--revision"),
+    _no("the files say their format", "--load-format"),
+    _no("the tokenizer is the model's", "--tokenizer-path"),
+    _no("a file of options is not read here", "--config"),
+    _no(_SERVER, "--host"),
+    _no(_SERVER, "--port", takes="number"),
+    _no(_SERVER, "--api-key"),
+    _no(_SERVER, "--served-model-name"),
+    _no(_SERVER, "--enable-metrics", takes="nothing"),
+    _no(_SERVER, "--tool-call-parser"),
+    _no(_SERVER, "--reasoning-parser"),
+)
