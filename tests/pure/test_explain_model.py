@@ -193,7 +193,6 @@ COMES_WITH = {
     "speculation": "draft_tokens",
     "grammar": "grammar",
     "disaggregation": "role",
-    "pipeline": "pipeline_stages",
     "confidential": "confidential",
     "hybrid-caches": "mamba",
     "diffusion": "diffusion",

@@ -395,7 +395,7 @@ def test_a_wish_is_translated(line: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("vllm serve m -tp 8", "one device"),
+        ("vllm serve m -tp 8", "one rank"),
         ("vllm serve m --dtype auto", "float32, bfloat16"),
         ("vllm serve m --dtype half", "float32, bfloat16"),
         ("vllm serve m --max-num-seqs 4096", "at most 1024 rows"),

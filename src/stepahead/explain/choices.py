@@ -77,6 +77,14 @@ def _depth(config: EngineConfig, _model: Described) -> str:
     return f"D = {deep}: {deep - 1} unretired when the next is planned; {spare:,} spare slots"
 
 
+def _stages(config: EngineConfig, _model: Described) -> str:
+    stages = config.pipeline_stages
+    if stages == 1:
+        return "one: the model is in one piece"
+    turns = min(stages, config.steps_ahead)
+    return f"{stages}, a process each, on the CPU only so far; rows take turns in {turns} plans"
+
+
 def _fence(config: EngineConfig, _model: Described) -> str:
     if config.fence == "coarse":
         return "coarse: a plan's page-table writes wait for the end of the running step"
@@ -194,11 +202,11 @@ CHOICES: tuple[Choice, ...] = (
     Choice(
         "pipeline",
         "pipeline stages",
-        _missing("one stage"),
+        _stages,
         "A row's next token comes back after all stages, so it can be in one of so many steps; "
         "with fewer groups of rows than stages, stages idle. A queue of stages + 1 steps fills "
         "them.",
-        "idle of each stage; rows spread over as many steps as stages",
+        "steps/s against the slowest stage; rows spread over as many steps as stages",
         (SyncReason.PIPELINE,),
     ),
     Choice(

@@ -11,7 +11,7 @@ from typing import Literal
 Takes = Literal["value", "number", "json", "many", "nothing"]
 
 _SERVER = "the server is not in this engine yet"
-_ONE_DEVICE = "one device, one rank so far"
+_ONE_DEVICE = "one rank so far"
 _NOT_NEEDED = "nothing here depends on it"
 _KERNELS = "the attention that fits the device is taken"
 
@@ -52,7 +52,7 @@ VLLM: tuple[Flag, ...] = (
     _as("chat_template", "--chat-template", takes="value"),
     _no("memory is given in GiB, with kv_memory_gb", "--gpu-memory-utilization"),
     _no(_ONE_DEVICE, "--tensor-parallel-size", "-tp", takes="number"),
-    _no(_ONE_DEVICE, "--pipeline-parallel-size", "-pp", takes="number"),
+    _as("pipeline_stages", "--pipeline-parallel-size", "-pp"),
     _no(_ONE_DEVICE, "--data-parallel-size", "-dp", takes="number"),
     _no(_ONE_DEVICE, "--data-parallel-size-local", "-dpl", takes="number"),
     _no(_ONE_DEVICE, "--data-parallel-address", "-dpa"),
@@ -115,7 +115,7 @@ SGLANG: tuple[Flag, ...] = (
     _no("max_step_tokens bounds every step", "--max-prefill-tokens", takes="number"),
     _no("every step may mix", "--enable-mixed-chunk", takes="nothing"),
     _no(_ONE_DEVICE, "--tensor-parallel-size", "--tp-size", "--tp", takes="number"),
-    _no(_ONE_DEVICE, "--pipeline-parallel-size", "--pp-size", "--pp", takes="number"),
+    _as("pipeline_stages", "--pipeline-parallel-size", "--pp-size", "--pp"),
     _no(_ONE_DEVICE, "--pp-async-batch-depth", takes="number"),
     _no(_ONE_DEVICE, "--pp-max-micro-batch-size", takes="number"),
     _no(_ONE_DEVICE, "--data-parallel-size", "--dp-size", "--dp", takes="number"),

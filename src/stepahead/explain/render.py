@@ -33,7 +33,7 @@ def model_text(report: ModelReport) -> RenderableType:
     parts += [_section("Configuration"), _settings(report.settings)]
     if report.memory is not None:
         parts += _memory(report.memory)
-        parts.append(_hanging("this engine uses one device so far"))
+        parts.append(_hanging("this engine uses one GPU so far"))
     parts.append(_section("Deployment choices, and what they do to overlap"))
     parts.append(_choices(report))
     return Group(*parts)

@@ -12,6 +12,7 @@ from stepahead.explain.flags import Flag
 from stepahead.explain.report import Entry, Overlap
 from stepahead.explain.words import Words
 
+_STAGES = "--pipeline-parallel-size"
 _SERIAL_PREFILL = "SGLANG_DISABLE_CONSECUTIVE_PREFILL_OVERLAP"
 _DTYPES = {"float": "float32", "half": "float16"}
 
@@ -42,8 +43,9 @@ class Translation:
 def translate(words: Words, overlap: Overlap) -> Translation:
     """All that is given, one after another; the loop comes from what is left of overlap."""
     result = Translation()
-    _choose_loop(words, overlap, result)
-    if not any(g.flag is not None and g.flag.to == "device" for g in words.given):
+    staged = words.number(_STAGES) > 1
+    _choose_loop(words, overlap, staged, result)
+    if not staged and not any(g.flag is not None and g.flag.to == "device" for g in words.given):
         result.options["device"] = "cuda"  # where both engines run unless they are told otherwise
     for given in words.given:
         if given.flag is not None:
@@ -53,8 +55,10 @@ def translate(words: Words, overlap: Overlap) -> Translation:
     return result
 
 
-def _choose_loop(words: Words, overlap: Overlap, result: Translation) -> None:
-    if overlap == "off":
+def _choose_loop(words: Words, overlap: Overlap, staged: bool, result: Translation) -> None:
+    if staged:
+        result.options["loop"] = "batch-queue"  # as deep as its stages ask for
+    elif overlap == "off":
         result.options["loop"] = "serial"
     elif words.engine == "sglang":
         result.options["loop"] = "overlap"
@@ -97,6 +101,8 @@ def _value(words: Words, name: str, option: str) -> tuple[Any, str]:
     given = words.values[name]
     if option == "prefix_cache":
         return name == "--enable-prefix-caching", ""
+    if option == "pipeline_stages":
+        return given, "stages run on the CPU only so far" if given > 1 else ""
     if option == "kv_memory_gb":
         return round(given / 2**30, 3), ""
     if name == "--max-total-tokens":
