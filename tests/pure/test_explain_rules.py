@@ -323,7 +323,7 @@ TRANSLATED = [
     ("vllm serve m", {"loop": "batch-queue", "depth": 2, "device": "cuda"}),
     ("vllm serve m --no-async-scheduling", {"loop": "serial"}),
     ("sglang serve m", {"loop": "overlap", "device": "cuda"}),
-    ("sglang serve m --pp 2", {"loop": "serial"}),
+    ("sglang serve m --pp 2", {"loop": "batch-queue", "pipeline_stages": 2}),
     ("sglang serve m --device cpu", {"device": "cpu"}),
     ("vllm serve m --max-num-seqs 64", {"max_rows": 64}),
     ("vllm serve m --max-num-batched-tokens 8k", {"max_step_tokens": 8000}),
