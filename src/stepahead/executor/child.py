@@ -19,8 +19,9 @@ from weakref import WeakMethod
 # -P and the parent's sys.path first: nothing in the current folder may stand in for a module.
 _BOOT = (
     "import sys; fds = int(sys.argv[1]), int(sys.argv[2]); sys.path[:] = sys.argv[3:]; "
-    "from stepahead.executor.worker import main; main(*fds)"
+    "from importlib import import_module; import_module({!r}).main(*fds)"
 )
+WORKER = "stepahead.executor.worker"
 _PR_SET_PDEATHSIG = 1
 # A process with no handler of SIGTERM is gone in milliseconds, whatever it computes; one that was
 # killed too, unless it hangs in the kernel, and then no wait helps.
@@ -47,11 +48,22 @@ class Child:
     without close() would not close its pipes, which ends the worker.
     """
 
-    def __init__(self, fds: tuple[int, int], on_end: WeakMethod[Callable[[], None]]) -> None:
-        """Takes over `fds`, the child's end of the channel; OSError when nothing can start."""
+    def __init__(
+        self,
+        fds: tuple[int, int],
+        on_end: WeakMethod[Callable[[], None]],
+        module: str = WORKER,
+    ) -> None:
+        """Takes over `fds`, the child's end of the channel; OSError when nothing can start.
+
+        The child's life is `main(read_fd, write_fd)` of `module`.
+        """
         started: Future[subprocess.Popen[bytes]] = Future()
         self._keeper = threading.Thread(
-            target=_keep, args=(fds, started, on_end), name="stepahead-worker-keeper", daemon=True
+            target=_keep,
+            args=(fds, module, started, on_end),
+            name="stepahead-worker-keeper",
+            daemon=True,
         )
         self._keeper.start()
         self._process = started.result()
@@ -98,6 +110,7 @@ def _signal_name(number: int) -> str:
 
 def _keep(
     fds: tuple[int, int],
+    module: str,
     started: Future[subprocess.Popen[bytes]],
     on_end: WeakMethod[Callable[[], None]],
 ) -> None:
@@ -105,7 +118,7 @@ def _keep(
     # parent is to decide.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        process = _start(fds)
+        process = _start(fds, module)
     except BaseException as error:  # else the caller would wait for ever
         started.set_exception(error)
         return
@@ -123,10 +136,10 @@ def _keep(
 _SPIN_BRIEFLY = {"GOMP_SPINCOUNT": "1000"}
 
 
-def _start(fds: tuple[int, int]) -> subprocess.Popen[bytes]:
+def _start(fds: tuple[int, int], module: str) -> subprocess.Popen[bytes]:
     paths = [os.fspath(path) for path in sys.path]
     return subprocess.Popen(
-        [sys.executable, "-P", "-c", _BOOT, *map(str, fds), *paths],
+        [sys.executable, "-P", "-c", _BOOT.format(module), *map(str, fds), *paths],
         stdin=subprocess.DEVNULL,
         stdout=_stderr(),  # what a model prints must not mix with the answers on stdout
         stderr=_stderr(),

@@ -88,7 +88,15 @@ class Lifetime:
         self.leaves: list[int] = []  # slots released since the last plan
         self.requeue: list[Entry] = []  # preempted entries that may be admitted again
         self.running = 0
+        self.queued_pages = 0  # of the tokens of all who have no slot, or are to lose theirs
         self.changed = False
+
+    def queue(self, entry: Entry) -> None:
+        """Counts an entry that comes to wait for a slot."""
+        self.queued_pages += self._pages(entry)
+
+    def _pages(self, entry: Entry) -> int:
+        return -(-len(entry.tokens) // self.store.page_size)
 
     def admit(self, entry: Entry, spare: int) -> Join | None:
         """Gives the entry a slot and the pages of all its tokens, or None if not now.
@@ -132,6 +140,7 @@ class Lifetime:
         generation = int(table.generation[slot])
         counters.slot_reuses += generation > 0
         self.running += 1
+        self.queued_pages -= self._pages(entry)
         params, seed, choice = request.params, request.seed, request.choice
         return Join(slot, generation, tokens, entry.prompt_len, cached, pages, params, seed, choice)
 
@@ -179,6 +188,8 @@ class Lifetime:
         told, behind = stop if stop else (None, 0)
         if isinstance(told, int) and told not in entry.rule.reported:
             told = None  # the model's own end of sequence is no news
+        if entry.standing in (Standing.WAITING, Standing.PREEMPTED):
+            self.queued_pages -= self._pages(entry)
         slot = entry.slot
         if slot:
             self.table.deaf[slot] = True
@@ -192,6 +203,7 @@ class Lifetime:
     def preempt(self, entry: Entry) -> None:
         """Marks the entry to be computed again; what is in flight for it still counts."""
         self.counters.preemptions += 1
+        self.queue(entry)
         self._mark(entry, Standing.PREEMPTED)
 
     def _mark(self, entry: Entry, standing: Standing) -> None:
@@ -218,7 +230,9 @@ class Lifetime:
         table, entry = self.table, self.entries[slot]
         assert entry is not None
         if entry.standing is Standing.PREEMPTED:
+            self.queued_pages -= self._pages(entry)  # it was counted without what has come since
             entry.tokens = self.known_tokens(entry)
+            self.queue(entry)
         # the last token's KV was never written, so it is not among the settled ones
         written = min(table.settled(slot), int(table.length[slot]) - 1)
         full = written // self.store.page_size

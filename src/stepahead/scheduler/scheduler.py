@@ -62,6 +62,11 @@ class Scheduler:
         return list(self._entries)
 
     @property
+    def waiting(self) -> int:
+        """Requests that have no slot, or are to lose theirs; exact, at any time."""
+        return len(self._entries) - self.life.running
+
+    @property
     def in_flight(self) -> int:
         """Steps launched and not yet retired."""
         return len(self._launched)
@@ -86,13 +91,13 @@ class Scheduler:
             rule = self.stops.rule(request.params)
             entry = Entry(request, self._arrivals, max_tokens, rule)
             self._entries[request.rid] = entry
+            self.life.queue(entry)
             heapq.heappush(self._waiting, (entry.arrival, entry))
 
     def _holds_now(self, prompt_lens: list[int]) -> bool:
-        unplaced = (Standing.WAITING, Standing.PREEMPTED)
-        lengths = [len(e.tokens) for e in self._entries.values() if e.standing in unplaced]
-        pages = sum(-(-length // self.limits.page_size) for length in (*lengths, *prompt_lens))
-        rows = self.life.running + len(lengths) + len(prompt_lens)
+        asked = sum(-(-length // self.limits.page_size) for length in prompt_lens)
+        pages = self.life.queued_pages + asked
+        rows = len(self._entries) + len(prompt_lens)
         spare = spare_pages(rows - 1)  # when the last of them is admitted, the others run
         return rows <= self.limits.max_rows and pages + spare <= self.store.available
 
@@ -324,7 +329,7 @@ class Scheduler:
             self.life.sweep()
         self._publish_load(oldest)
         if self.limits.debug:
-            check(self.life, self._launched)
+            check(self.life, self._launched, self._entries.values())
         rows, prompts = heard.logprobs(result) if heard else (None, ())
         hidden = heard.hidden(result) if heard else None
         _, _, rids, tokens, first = news
