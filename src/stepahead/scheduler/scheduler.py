@@ -84,7 +84,7 @@ class Scheduler:
             output_limit(self.limits, len(request.prompt), request.params.max_tokens)
             for request in requests
         ]
-        if not wait and not self._holds_now([len(request.prompt) for request in requests]):
+        if not wait and self.would_wait([len(request.prompt) for request in requests]):
             raise PoolFull("the engine is full at the moment; try again later", "prompt")
         for request, max_tokens in zip(requests, most, strict=True):
             self._arrivals += 1
@@ -94,12 +94,20 @@ class Scheduler:
             self.life.queue(entry)
             heapq.heappush(self._waiting, (entry.arrival, entry))
 
-    def _holds_now(self, prompt_lens: list[int]) -> bool:
-        asked = sum(-(-length // self.limits.page_size) for length in prompt_lens)
-        pages = self.life.queued_pages + asked
-        rows = len(self._entries) + len(prompt_lens)
-        spare = spare_pages(rows - 1)  # when the last of them is admitted, the others run
-        return rows <= self.limits.max_rows and pages + spare <= self.store.available
+    def would_wait(self, prompt_lens: Sequence[int]) -> int:
+        """How many requests would wait for a row or for pages if these came too, all of a length.
+
+        From exact counts, in O(1) of what runs and waits.  Where pages are short it is the most it
+        could be: all who have no row, though some of them may get one with the next plan.
+        """
+        count = len(prompt_lens)
+        rows = len(self._entries) + count
+        over = max(0, rows - self.limits.max_rows)
+        held = count - min(count, over)
+        asked = sum(-(-length // self.limits.page_size) for length in prompt_lens[:held])
+        spare = spare_pages(rows - over - 1)  # when the last of them is admitted, the others run
+        short = self.life.queued_pages + asked + spare > self.store.available
+        return self.waiting + count if short else over
 
     def abort(self, rid: int) -> Finish | None:
         """Ends a request now; its terminal message, or None if it has had one."""

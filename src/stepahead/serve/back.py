@@ -134,8 +134,8 @@ class EngineDesk:
             self._stopping = True
 
     def _submit(self, asked: Submit) -> None:
-        # who would be one too many to wait is taken only if it need not
-        may_wait = self._engine.scheduler.waiting + asked.params.n <= self._max_waiting
+        lengths = [len(asked.prompt)] * asked.params.n
+        may_wait = self._engine.scheduler.would_wait(lengths) <= self._max_waiting
         try:
             rids = self._engine.add(asked.prompt, asked.params, wait=may_wait)
         except (RequestError, EngineError) as error:

@@ -201,6 +201,7 @@ class Front:
 
     def _take_step(self, step: Step) -> None:
         news = self._collector.take(step.outputs)
+        self.open_choices -= len(step.outputs.finishes)
         for delta in news.deltas:
             part: Part = delta.key
             if delta.finish_reason != "error":  # that is told below
@@ -223,13 +224,13 @@ class Front:
     def _take_refused(self, refused: Refused) -> None:
         part = self._parts.pop(refused.key)
         part.settled = True
+        self.open_choices -= part.call.params.n
         part.call.fail(refusal_named(refused.kind, refused.message, refused.param))
         self._end(part)
         self.cancel(part.call)  # its other prompts
 
     def _end(self, part: Part) -> None:
         part.ended = True
-        self.open_choices -= part.call.params.n
         part.call.wake()
         if part.call.ended:
             if part.call.deadline is not None:
