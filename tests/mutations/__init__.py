@@ -6,7 +6,7 @@ table.
 
 from __future__ import annotations
 
-from mutations import cache, device, ends, explain, model, runner, sampling, scheduler
+from mutations import cache, device, ends, explain, model, runner, sampling, scheduler, serve
 
 MUTATIONS = [
     *runner.MUTATIONS,
@@ -17,4 +17,5 @@ MUTATIONS = [
     *device.MUTATIONS,
     *ends.MUTATIONS,
     *explain.MUTATIONS,
+    *serve.MUTATIONS,
 ]

@@ -18,7 +18,6 @@ from stepahead.cli.options import (
 from stepahead.config import config_from
 from stepahead.llm.prompts import read_template
 from stepahead.serve.options import serve_config
-from stepahead.serve.server import Server
 
 Model = Annotated[
     str | None,
@@ -38,6 +37,8 @@ def serve(
     engine: EngineFlags = None,
 ) -> int:
     """Serves a model over HTTP, as OpenAI's API is spoken."""
+    from stepahead.serve.server import Server  # with uvicorn, which --help need not load
+
     config = serve_config(given(server))
     named = str(packaged_model()) if model is None else model
     options = config_from(named, given(engine))

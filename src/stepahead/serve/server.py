@@ -97,7 +97,9 @@ class Server:
     def run(self) -> int:
         """Serves until a signal (0) or the engine's end (1); StepaheadError if it never began."""
         try:
-            return asyncio.run(self._run())
+            # uvicorn's choice: uvloop where it is installed
+            with asyncio.Runner(loop_factory=self._uvicorn.config.get_loop_factory()) as runner:
+                return runner.run(self._run())
         finally:
             self._socket.close()
             self._front.close()
