@@ -470,3 +470,40 @@ async def _client(
         last = [line async for line in lines if line]
         assert not last or last[-1] == "data: [DONE]"
         seen["ended"] += 1
+
+
+def test_bytes_that_make_no_sense_are_answered_or_dropped_and_never_a_fault(
+    overlap: Inside,
+) -> None:
+    """Requests cut anywhere, with bytes changed anywhere, and clients that leave at any moment."""
+    host, port = overlap.url.removeprefix("http://").split(":")
+    seen: dict[bytes, int] = {}
+    for seed in range(150):
+        chance = random.Random(seed)
+        body = json.dumps({"prompt": [5, 6], "max_tokens": 9, "stream": seed % 2 == 0}).encode()
+        path = chance.choice(["/v1/completions", "/v1/chat/completions", "/tokenize", "/abort"])
+        head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"
+        sent = bytearray(head.encode() + body)
+        for _ in range(chance.choice([0, 1, 3])):
+            sent[chance.randrange(len(head) // 2, len(sent))] = chance.randrange(256)
+        if chance.random() < 0.4:
+            del sent[chance.randrange(1, len(sent)) :]
+        with socket.create_connection((host, int(port)), timeout=1.0) as client:
+            client.sendall(bytes(sent))
+            if chance.random() < 0.7:
+                client.settimeout(0.3)  # a body that is cut is waited for
+                found = _read_some(client)[9:12]
+                seen[found] = seen.get(found, 0) + 1
+    print(seen)
+    assert b"200" in seen
+    assert b"400" in seen
+    assert not [status for status in seen if status.startswith(b"5")]
+    overlap.rest()
+    assert httpx.get(f"{overlap.url}/health").json() == {"status": "ok"}
+
+
+def _read_some(client: socket.socket) -> bytes:
+    try:
+        return client.recv(65536)
+    except OSError:
+        return b""

@@ -194,6 +194,19 @@ def test_a_server_that_is_killed_takes_its_processes_along(server: Served) -> No
     assert gone(processes)
 
 
+def test_it_ends_while_it_loads() -> None:
+    with served(*TOY) as server:
+        server.wait_for("loading toy")
+        end_s = time.monotonic() + 60.0
+        while len(family(server)) < 2 and time.monotonic() < end_s:
+            time.sleep(0.01)
+        processes = family(server)
+        # before its loop hears signals the program's own way with them ends it: 143
+        server.process.send_signal(signal.SIGTERM)
+        assert server.end() in (0, 143, -signal.SIGTERM)
+        assert gone(processes)
+
+
 def test_it_says_that_only_this_machine_can_reach_it() -> None:
     began_s = time.monotonic()
     with served(*TOY) as server:

@@ -12,7 +12,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -29,6 +29,7 @@ from stepahead.serve.http import (
     query_of,
     read_body,
     refusal_answer,
+    unheard_answer,
     watching,
 )
 from stepahead.serve.options import ServeConfig
@@ -82,6 +83,7 @@ def serve_app(front: Front, config: ServeConfig, model: str, vocab_size: int) ->
         exception_handlers={
             Refusal: refusal_answer,
             HTTPException: refusal_answer,
+            ClientDisconnect: unheard_answer,
             Exception: fault_answer,
         },
     )

@@ -60,6 +60,11 @@ def fault_answer(request: Request, error: Exception) -> Response:
     return refusal_answer(request, Refusal(500, words, "internal_error"))
 
 
+def unheard_answer(request: Request, error: Exception) -> Response:
+    """What is told to a client that went away before all it had to say was heard."""
+    return Response(status_code=400)
+
+
 async def read_body(request: Request, most_bytes: int) -> bytes:
     """The body; Refusal if it is too large or of another type than JSON."""
     kind = request.headers.get("content-type", _JSON).partition(";")[0].strip().lower()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import pickle
 from collections.abc import Callable
 from weakref import WeakMethod
@@ -19,6 +20,7 @@ from stepahead.executor.process import CLOSE_S
 from stepahead.serve.messages import FromEngine, Start, Stop, ToEngine, from_engine
 from stepahead.wire import encode
 
+_LOG = logging.getLogger("stepahead")
 _BACK = "stepahead.serve.back"
 # an engine that is asked to stop ends its runner first
 _GRACE_S = CLOSE_S + 1.0
@@ -70,12 +72,19 @@ class EngineLink:
             if not self._stopping:
                 self._lost(self._end_in_words())
             return
-        for kind, payload in frames:
-            if kind == Kind.BUILD_FAILED:
-                self.build_failure = decode_build_failure(payload)
-                self._lost(str(self.build_failure))
-            else:
-                self._take(from_engine.decode(payload))
+        try:
+            for kind, payload in frames:
+                self._take_frame(kind, payload)
+        except Exception as error:  # what it was about would be waited for without an end
+            _LOG.exception("a message of the engine could not be taken")
+            self._lost(f"its message could not be taken ({type(error).__name__}: {error})")
+
+    def _take_frame(self, kind: int, payload: bytes) -> None:
+        if kind == Kind.BUILD_FAILED:
+            self.build_failure = decode_build_failure(payload)
+            self._lost(str(self.build_failure))
+        else:
+            self._take(from_engine.decode(payload))
 
     def _end_in_words(self) -> str:
         self._child.wait(1.0)  # it may have closed its pipes before it is gone
@@ -86,14 +95,17 @@ class EngineLink:
             self._listening.remove_reader(self._channel.fileno())
             self._listening = None
 
-    def close(self) -> None:
-        """Asks it to leave, ends it if it won't, and leaves nothing of it.  Idempotent."""
+    def close(self, patient: bool = True) -> None:
+        """Asks it to leave, ends it if it won't, and leaves nothing of it.  Idempotent.
+
+        One that still loads would not hear: it is not waited for unless `patient`.
+        """
         if self._stopping:
             return
         self._stopping = True
         self._deafen()
         with contextlib.suppress(OSError, ValueError):
             self.send(Stop())
-        self._child.stop(_GRACE_S)
+        self._child.stop(_GRACE_S if patient else 0.0)
         self._channel.hang_up()
         self._channel.close()

@@ -111,9 +111,9 @@ class Server:
         try:
             front.connect(link)
             link.listen()
+            loop = asyncio.get_running_loop()
             for number in STOPS:
                 if signal.getsignal(number) is not signal.SIG_IGN:
-                    loop = asyncio.get_running_loop()
                     loop.add_signal_handler(number, self._on_signal, number)
             helpers = [
                 asyncio.create_task(self._watch()),
@@ -123,7 +123,8 @@ class Server:
             for helper in helpers:
                 helper.cancel()
         finally:
-            await asyncio.get_running_loop().run_in_executor(None, link.close)
+            loop, patient = asyncio.get_running_loop(), front.ready is not None
+            await loop.run_in_executor(None, link.close, patient)
         if link.build_failure is not None:
             raise link.build_failure
         return 1 if front.failure is not None else 0
