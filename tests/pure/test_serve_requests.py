@@ -224,7 +224,7 @@ def test_a_bad_value_is_refused_by_the_fields_name(
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"logprobs": 3}, "logprobs"),
-        ({"max_tokens": 3, "max_completion_tokens": 3}, "max_completion_tokens"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
         ({"max_completion_tokens": 0}, "max_tokens"),
         ({"echo": True}, "echo"),
         ({"add_special_tokens": True}, "add_special_tokens"),
@@ -300,6 +300,7 @@ def test_sampling_parameters_arrive() -> None:
 def test_defaults_are_openais() -> None:
     assert chat().params == SamplingParams(max_tokens=None)
     assert chat(max_completion_tokens=3).params.max_tokens == 3
+    assert chat(max_completion_tokens=3, max_tokens=3).params.max_tokens == 3  # some send both
     assert text().params == SamplingParams(max_tokens=16)
     assert text(prompt=[1, 2]).prompts == ([1, 2],)
     assert text(prompt=["a", "b"]).prompts == ("a", "b")

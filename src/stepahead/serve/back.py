@@ -13,7 +13,7 @@ import pickle
 import threading
 import traceback
 
-from stepahead.assemble import Assembly, build_engine
+from stepahead.assemble import Assembly
 from stepahead.engine import Engine
 from stepahead.errors import EngineError, RequestError
 from stepahead.executor.channel import Channel, Kind
@@ -36,7 +36,7 @@ from stepahead.serve.messages import (
     ToEngine,
     to_engine,
 )
-from stepahead.serve.pages import Pages
+from stepahead.serve.pages import Pages, build_shown
 from stepahead.wire import encode
 
 _AT_REST_S = 3600.0  # how long a wait for messages is, at most: there is nothing else to do
@@ -75,7 +75,7 @@ def _receive_start(channel: Channel) -> Start:
 
 def _build(channel: Channel, start: Start) -> Assembly | None:
     try:
-        return build_engine(start.config, start.chat_template)
+        return build_shown(start.config, start.chat_template)
     except ANSWERED as error:
         channel.send(Kind.BUILD_FAILED, encode_build_failure(error))
         return None

@@ -14,19 +14,41 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from stepahead.assemble import Assembly, build_engine
+from stepahead.config import EngineConfig
 from stepahead.engine import Engine
 from stepahead.serve.messages import AskPage, Page
 
-_MODULE = ("stepahead", "watch", "app")
+
+def _watch(module: str) -> Any:
+    """A module of the room `watch`, None where there is no such room."""
+    room = ".".join(("stepahead", "watch"))
+    found = importlib.util.find_spec(room)
+    return None if found is None else importlib.import_module(f"{room}.{module}")
 
 
 def page_app(engine: Engine) -> Any:
     """The ASGI app that shows this engine, None where there is no such room."""
-    name = ".".join(_MODULE)
-    if importlib.util.find_spec(".".join(_MODULE[:2])) is None:
+    app = _watch("app")
+    if app is None:
         return None
-    names = getattr(engine.resolved.config, "metric_names", "stepahead")
-    return importlib.import_module(name).watch_app(engine, names)
+    return app.watch_app(engine, getattr(engine.resolved.config, "metric_names", "stepahead"))
+
+
+def build_shown(config: EngineConfig, chat_template: str | None) -> Assembly:
+    """An engine, and beside it what its options ask for: pages on a port of their own, spans."""
+    room = _watch("beside")
+    if room is None:
+        return build_engine(config, chat_template)
+    beside = room.Beside(config)
+    try:
+        assembly: Any = build_engine(config, chat_template)
+        beside.start(assembly.engine)
+    except BaseException:
+        beside.close()
+        raise
+    assembly.engine.on_close(beside.close)
+    return assembly
 
 
 class Pages:

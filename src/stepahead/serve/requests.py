@@ -114,8 +114,8 @@ def read_chat_request(body: bytes) -> AskedChat:
                 "unsupported_value",
             )
     if fields.max_completion_tokens is not None:
-        if "max_tokens" in sampling:
-            words = "max_completion_tokens and max_tokens are one; give one of them"
+        if sampling.get("max_tokens", fields.max_completion_tokens) != fields.max_completion_tokens:
+            words = "max_completion_tokens and max_tokens are one; give one, or the same twice"
             raise bad_request(words, "max_completion_tokens")
         sampling["max_tokens"] = fields.max_completion_tokens
     shown = _chat_logprobs(fields)
