@@ -60,7 +60,8 @@ def played(play: Callable[[Front, Engine], Coroutine[Any, Any, None]], **options
     async def run() -> None:
         front = Front(TEXTS, options.get("max_waiting", 2), options.get("timeout_s"))
         try:
-            await play(front, Engine(front, options.get("ready", True)))
+            # a test that waits for what does not come fails by its name
+            await asyncio.wait_for(play(front, Engine(front, options.get("ready", True))), 20)
         finally:
             front.close()
 
