@@ -123,6 +123,14 @@ MUTATIONS = [
         "tests/cpu/test_executor_channel.py::test_a_frame_that_came_with_another_is_not_waited_for",
     ),
     Mutation(
+        "a long text is read under Python's lock",
+        "all clients waiting for one long prompt",
+        "text/tokenizer.py",
+        "            if len(text) < _LONG:\n",
+        "            if True:\n",
+        "tests/pure/test_text_folder.py::test_other_threads_run_while_a_long_text_is_read",
+    ),
+    Mutation(
         "a preempted request is not counted into the queue",
         "a queue whose pages nobody owes",
         "scheduler/lifetime.py",

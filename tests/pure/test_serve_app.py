@@ -13,11 +13,13 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from stepahead.errors import ConfigError
+from stepahead.llm.prompts import Prompt
 from stepahead.serve.app import serve_app
 from stepahead.serve.front import Front
 from stepahead.serve.messages import AskPage, Failed, Flush, Flushed, Page, Ready
 from stepahead.serve.options import ServeConfig, serve_config
 from stepahead.serve.pages import answer_page
+from stepahead.serve.refusal import Refusal
 from stepahead.text.texts import ToyTexts
 
 
@@ -128,3 +130,13 @@ def test_a_page_is_made_in_the_engines_process() -> None:
 def test_bad_server_options_are_told_by_name(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         serve_config(options)
+
+
+def test_a_prompt_longer_than_the_model_does_not_cross_to_the_engine() -> None:
+    front = Front(ToyTexts(90), 4, None)
+    front.take(Ready((), 128, 4))
+    front.check_lengths([Prompt([2] * 127)])
+    with pytest.raises(Refusal) as caught:
+        front.check_lengths([Prompt([2]), Prompt([2] * 128)])
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
+    front.close()

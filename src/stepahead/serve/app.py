@@ -137,6 +137,7 @@ class Routes:
         """A call that the engine has taken; Refusal."""
         front = self._front
         front.check_room(asked.params.n * len(prompts))  # others may have come meanwhile
+        front.check_lengths(prompts)
         call = front.begin(id, prompts, asked.params, asked.stream)
         try:
             await call.settled()

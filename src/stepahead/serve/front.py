@@ -99,6 +99,18 @@ class Front:
         if self.open_choices + choices > most:
             raise too_many("the server is full at the moment; try again later")
 
+    def check_lengths(self, prompts: Sequence[Prompt]) -> None:
+        """Refusal where a prompt can never be held: it need not cross to the engine for that."""
+        most = self.check_ready().model_len
+        for prompt in prompts:
+            if len(prompt.ids) >= most:
+                raise bad_request(
+                    f"the prompt has {len(prompt.ids)} tokens; the model takes {most} in all, so "
+                    "at least one must be left for the output",
+                    "prompt",
+                    "context_length_exceeded",
+                )
+
     def check_ready(self) -> Ready:
         """What the engine said of itself; Refusal while it does not take requests."""
         if self.failure is not None:
