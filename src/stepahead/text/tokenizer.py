@@ -19,7 +19,6 @@ from stepahead.text.gguf_tokenizer import load_gguf
 from stepahead.text.parts import Parts
 from stepahead.text.token_bytes import byte_table, decoder_steps
 
-
 _LONG = 4096  # characters of a text that takes a thread a millisecond
 
 
