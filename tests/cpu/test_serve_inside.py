@@ -225,6 +225,7 @@ def test_the_small_routes_answer(overlap: Inside) -> None:
     assert ask("/health").json() == {"status": "ok"}
     assert ask("/ready").json() == {"status": "ready"}
     assert ask("/version").json()["version"]
+    assert ask("/tokenizer_info").json() == {"bos_token": None, "eos_token": "<eos>"}
     (card,) = ask("/v1/models").json()["data"]
     assert (card["id"], card["object"], card["max_model_len"]) == ("toy", "model", 256)
     assert ask("/v1/models/toy").json()["id"] == "toy"

@@ -63,6 +63,7 @@ def serve_app(front: Front, config: ServeConfig, model: str, vocab_size: int) ->
         ("GET", "/v1/models/{model:path}", routes.model),
         ("POST", "/tokenize", routes.tokenize),
         ("POST", "/detokenize", routes.detokenize),
+        ("GET", "/tokenizer_info", routes.tokenizer_info),
         ("GET", "/health", routes.health),
         ("GET", "/ready", routes.ready),
         ("GET", "/version", routes.version),
@@ -191,6 +192,15 @@ class Routes:
         texts = self._front.texts
         prompt = await self._off_loop(partial(texts.decode, fields.tokens, False))
         return json_answer({"prompt": prompt})
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        """GET /tokenizer_info: the texts of its special tokens, as far as clients need them."""
+        texts = self._front.texts
+        ids = {"bos_token": texts.bos_id, "eos_token": next(iter(texts.eos_ids), None)}
+        pieces = texts.token_bytes
+        return json_answer(
+            {name: None if id is None else pieces[id].decode() for name, id in ids.items()}
+        )
 
     # --- the server itself --------------------------------------------------------------------
 
