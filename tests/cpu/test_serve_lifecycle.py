@@ -207,6 +207,18 @@ def test_it_ends_while_it_loads() -> None:
         assert gone(processes)
 
 
+def test_an_engine_that_dies_while_it_loads_is_told_in_one_line() -> None:
+    with served(*TOY) as server:
+        end_s = time.monotonic() + 60.0
+        while len(family(server)) < 2 and time.monotonic() < end_s:
+            time.sleep(0.01)
+        family(server)[1].kill()
+        assert server.end() == 1
+    *_, last = server.said
+    assert last.startswith("stepahead: error: the engine ended while it was loaded: its process")
+    assert "SIGKILL" in last
+
+
 def test_it_says_that_only_this_machine_can_reach_it() -> None:
     began_s = time.monotonic()
     with served(*TOY) as server:

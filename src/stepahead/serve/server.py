@@ -13,7 +13,7 @@ import uvicorn
 
 from stepahead.assemble import model_parts
 from stepahead.config import EngineConfig
-from stepahead.errors import ConfigError
+from stepahead.errors import ConfigError, EngineError
 from stepahead.executor.stops import STOPS, begin_to_stop
 from stepahead.serve.app import serve_app
 from stepahead.serve.front import Front
@@ -127,6 +127,8 @@ class Server:
             await loop.run_in_executor(None, link.close, patient)
         if link.build_failure is not None:
             raise link.build_failure
+        if front.ready is None and front.failure is not None:
+            raise EngineError(f"the engine ended while it was loaded: {front.failure}")
         return 1 if front.failure is not None else 0
 
     async def _ping(self) -> None:
