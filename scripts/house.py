@@ -45,7 +45,7 @@ BLIND = {
 # of rooms that do use torch, these files.
 TORCH_FREE_ROOMS = {
     *("errors", "wire", "sync", "types", "config", "plan", FACE),
-    *("observe", "text", "cache", "scheduler", "loop", "watch", "top", "explain"),
+    *("observe", "text", "cache", "scheduler", "loop", "watch", "top", "explain", "serve"),
 }
 NEEDS_TORCH = {"cache/pools.py", "cache/tiers.py"}
 TORCH_FREE_FILES = {

@@ -33,3 +33,8 @@ def encode(message: msgspec.Struct) -> bytes:
 def decoder(kind: type[Message]) -> msgspec.msgpack.Decoder[Message]:
     """What turns the bytes back into a message of this kind; its arrays are read-only views."""
     return msgspec.msgpack.Decoder(kind, ext_hook=_from_wire)
+
+
+def decoder_of(kinds: Any) -> msgspec.msgpack.Decoder[Any]:
+    """The same for a union of tagged kinds."""
+    return msgspec.msgpack.Decoder(kinds, ext_hook=_from_wire)

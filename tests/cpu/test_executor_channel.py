@@ -97,6 +97,33 @@ def test_a_small_frame_does_not_overtake_a_large_one(pair: Pair) -> None:
     assert got == sent
 
 
+def test_a_frame_that_came_with_another_is_not_waited_for(pair: Pair) -> None:
+    # both come with one read: poll sees nothing more, and the second frame once waited for a third
+    host, worker = pair
+    host.send(Kind.PLAN, b"one")
+    host.send(Kind.PLAN, b"two")
+    assert worker.wait(HANG_S)
+    assert worker.receive() == (Kind.PLAN, b"one")
+    assert worker.wait(0.0)
+    assert worker.receive() == (Kind.PLAN, b"two")
+    assert not worker.wait(0.0)
+
+
+def test_frames_are_taken_as_they_come_without_waiting(pair: Pair) -> None:
+    host, worker = pair
+    sent = [bytes([number]) * size for number, size in enumerate((0, 5, 70_000, 3, 200_000, 1))]
+    got: list[bytes] = []
+    for payload in sent:
+        host.send(Kind.PLAN, payload)
+    while len(got) < len(sent):
+        assert worker.wait(HANG_S)
+        got += [payload for _, payload in worker.receive_ready()]
+    assert got == sent
+    host.close()
+    with pytest.raises(EOFError):
+        worker.receive_ready()
+
+
 def test_frames_of_two_threads_do_not_mix(pair: Pair) -> None:
     """`close` may come from any thread, in the middle of a launch of another one."""
     host, worker = pair

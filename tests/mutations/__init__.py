@@ -18,6 +18,7 @@ from mutations import (
     runner,
     sampling,
     scheduler,
+    serve,
     trace,
     watch,
 )
@@ -36,4 +37,5 @@ MUTATIONS = [
     *trace.MUTATIONS,
     *watch.MUTATIONS,
     *explain.MUTATIONS,
+    *serve.MUTATIONS,
 ]

@@ -19,12 +19,13 @@ LONG_WORDS = {
     "run": "run the same command again",
     "chat": "Ctrl-C stops an answer",
     "bench": "The last line on stdout is JSON",
+    "serve": "It listens for this machine alone",
 }
 PROGRAM = (
     "import sys\n"
     "from stepahead.cli.main import run_command\n"
     "code = run_command(sys.argv[1:])\n"
-    "heavy = {'torch', 'numpy', 'tokenizers', 'transformers'} & set(sys.modules)\n"
+    "heavy = {'torch', 'numpy', 'tokenizers', 'starlette', 'uvicorn'} & set(sys.modules)\n"
     "print('loaded:', *sorted(heavy), file=sys.stderr)\n"
     "sys.exit(code)\n"
 )
@@ -53,7 +54,7 @@ def test_help_is_quick_and_loads_nothing_heavy() -> None:
         spent.append(cpu_s() - before_s)
         assert done.returncode == 0
         assert done.stderr == "loaded:\n"
-        assert all(verb in done.stdout for verb in ("run", "chat", "bench", "demo"))
+        assert all(verb in done.stdout for verb in ("run", "chat", "serve", "bench", "demo"))
         if spent[-1] < HELP_CPU_S:
             break
     # the best of them: what else the machine does only ever adds
@@ -78,7 +79,7 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["fly"], "unknown command 'fly'; choose one of run, chat, bench, trace, top, demo"),
+        (["fly"], "unknown command 'fly'; choose one of run, chat, serve, bench"),
         (["run", "toy", "--input", "a", "--output", "b", "--max-row", "3"], "--max-row"),
         (["run", "toy", "--input", "a"], "--output"),
         (["run", "--input", "a", "--output", "b"], "MODEL"),
@@ -97,6 +98,8 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
         (["chat", "toy", "--logprobs", "0"], "logprobs: chat shows the text"),
         (["chat", "toy", "--prompt-logprobs", "3"], "prompt_logprobs: chat shows the text"),
         (["bench", "toy", "--output-len", "0"], "output_len=0"),
+        (["serve", "toy", "--port", "70000"], "port=70000"),
+        (["serve", "toy", "--api-key", ""], "api_key is empty"),
         (["bench", "toy", "--num-pages", "3", "--kv-memory-gb", "1"], "give one of them"),
     ],
 )

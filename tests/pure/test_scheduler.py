@@ -471,3 +471,39 @@ def test_rows_that_lack_pages_only_for_later_go_on_as_they_are() -> None:
     assert [plan.same_rows for plan in plans[2:]] == [True, True, True]
     desk.run()
     assert [len(desk.ends[rid].tokens) for rid in range(2)] == [8, 12]
+
+
+def test_who_would_wait_is_counted_by_rows_and_then_by_pages() -> None:
+    desk = Desk(num_pages=40, max_rows=3)
+    count = desk.scheduler.would_wait
+    assert [count([4] * n) for n in (1, 3, 4, 9)] == [0, 0, 1, 6]
+    desk.add(0, [2, 3])
+    desk.add(1, [2, 3])
+    # nothing was planned yet, and still it is known that these two will have rows
+    assert [count([4] * n) for n in (1, 2, 5)] == [0, 1, 4]
+    assert desk.scheduler.waiting == 2
+    desk.launch()
+    assert desk.scheduler.waiting == 0
+    assert [count([4] * n) for n in (1, 2, 5)] == [0, 1, 4]
+    # rows are there, and pages are not: whoever has no row waits
+    assert count([4 * 39]) == 1
+    desk.run()
+
+
+def test_a_preempted_request_counts_in_the_queue() -> None:
+    desk = Desk(num_pages=9, max_rows=2)
+    desk.add(0, [2] * 12, max_tokens=18)
+    desk.add(1, [3] * 8, max_tokens=20)
+    life = desk.scheduler.life
+    while not life.counters.preemptions:
+        desk.launch()
+        if len(desk.flights) == 2:
+            desk.land()
+    assert desk.scheduler.waiting == 1
+    assert life.queued_pages >= 2
+    while desk.flights:
+        desk.land()
+    (entry,) = [e for e in desk.scheduler._entries.values() if not e.slot]
+    assert life.queued_pages == -(-len(entry.tokens) // 4) > 2  # with what it had made
+    desk.run()
+    assert life.queued_pages == 0

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +85,37 @@ def test_variables_reach_the_template(tmp_path: Path) -> None:
     assert loaded.decode(loaded.encode_chat(hello)) == "answer"
 
 
+@pytest.mark.parametrize("special", [True, False])
+def test_a_long_text_has_the_ids_of_its_library(chat: Tokenizer, special: bool) -> None:
+    text = "".join(makers.TEXTS) * 8 + "<|im_start|>"
+    assert len(text) > 5000
+    wanted = chat._backend.encode(text, add_special_tokens=special).ids
+    assert chat.encode(text, add_special_tokens=special) == wanted
+
+
+def test_other_threads_run_while_a_long_text_is_read(chat: Tokenizer) -> None:
+    # nobody is made to let the lock go: the other thread only runs if the library does by itself
+    before_s, text, turns, over = sys.getswitchinterval(), makers.CORPUS[0] * 20_000, [0], [False]
+
+    def turn() -> None:
+        while not over[0]:
+            turns[0] += 1
+            time.sleep(0)
+
+    sys.setswitchinterval(1000)
+    other = threading.Thread(target=turn)
+    try:
+        other.start()
+        began = turns[0]
+        chat.encode(text)
+        taken = turns[0] - began
+    finally:
+        over[0] = True
+        sys.setswitchinterval(before_s)
+        other.join()
+    assert taken > 10  # it was none
+
+
 @pytest.mark.parametrize("text", [None, 5, b"bytes", ["a"]])
 def test_a_prompt_that_is_no_text_is_refused(chat: Tokenizer, text: Any) -> None:
     with pytest.raises(InvalidParameter, match="prompt must be text") as caught:
@@ -93,6 +127,8 @@ def test_half_a_surrogate_pair_is_refused(chat: Tokenizer) -> None:
     with pytest.raises(InvalidParameter, match="prompt holds half of a surrogate pair") as caught:
         chat.encode("a\ud83d")
     assert caught.value.param == "prompt"
+    with pytest.raises(InvalidParameter, match="prompt holds half of a surrogate pair"):
+        chat.encode("a" * 5000 + "\ud83d")
     with pytest.raises(InvalidParameter, match="messages holds half") as caught:
         chat.encode_chat([{"role": "user", "content": "\ude00"}])
     assert caught.value.param == "messages"

@@ -45,6 +45,13 @@ _VERBS = {
     forgets the conversation, /exit or Ctrl-D leaves. With a pipe on stdin each line is a question,
     and each answer is a line.
     """,
+    "stepahead.cli.serve:serve": """Serve a model over HTTP, as OpenAI's API is spoken.
+
+    Chat and completions, streamed or whole, at http://127.0.0.1:8000/v1 unless told otherwise. It
+    listens for this machine alone; --host 0.0.0.0 opens it to others, and --api-key guards it.
+    Ctrl-C or SIGTERM lets running requests end for --shutdown-timeout seconds; a second one ends it
+    at once.
+    """,
     "stepahead.cli.bench:app": """Measure a model with each loop, or a part of the engine.
 
     Prompts of random tokens are asked all at once and answered greedily at full length. The last

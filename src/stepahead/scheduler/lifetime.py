@@ -104,7 +104,15 @@ class Lifetime:
         self.leaves: list[int] = []  # slots released since the last plan
         self.requeue: list[Entry] = []  # preempted entries that may be admitted again
         self.running = 0
+        self.queued_pages = 0  # of the tokens of all who have no slot, or are to lose theirs
         self.changed = False
+
+    def queue(self, entry: Entry) -> None:
+        """Counts an entry that comes to wait for a slot."""
+        self.queued_pages += self._pages(entry)
+
+    def _pages(self, entry: Entry) -> int:
+        return -(-len(entry.tokens) // self.store.page_size)
 
     def admit(self, entry: Entry, spare: int) -> Join | None:
         """Gives the entry a slot and the pages of all its tokens, or None if not now.
@@ -150,6 +158,7 @@ class Lifetime:
         self.running += 1
         if self._witness is not None:
             self._witness.admitted(request.rid, cached)
+        self.queued_pages -= self._pages(entry)
         params, seed, choice = request.params, request.seed, request.choice
         return Join(slot, generation, tokens, entry.prompt_len, cached, pages, params, seed, choice)
 
@@ -197,6 +206,8 @@ class Lifetime:
         told, behind = stop if stop else (None, 0)
         if isinstance(told, int) and told not in entry.rule.reported:
             told = None  # the model's own end of sequence is no news
+        if entry.standing in (Standing.WAITING, Standing.PREEMPTED):
+            self.queued_pages -= self._pages(entry)
         slot = entry.slot
         if slot:
             self.table.deaf[slot] = True
@@ -212,6 +223,7 @@ class Lifetime:
         self.counters.preemptions += 1
         if self._witness is not None:
             self._witness.preempted(entry.request.rid)
+        self.queue(entry)
         self._mark(entry, Standing.PREEMPTED)
 
     def _mark(self, entry: Entry, standing: Standing) -> None:
@@ -238,7 +250,9 @@ class Lifetime:
         table, entry = self.table, self.entries[slot]
         assert entry is not None
         if entry.standing is Standing.PREEMPTED:
+            self.queued_pages -= self._pages(entry)  # it was counted without what has come since
             entry.tokens = self.known_tokens(entry)
+            self.queue(entry)
         # the last token's KV was never written, so it is not among the settled ones
         written = min(table.settled(slot), int(table.length[slot]) - 1)
         full = written // self.store.page_size

@@ -66,6 +66,11 @@ class Scheduler:
         return list(self._entries)
 
     @property
+    def waiting(self) -> int:
+        """Requests that have no slot, or are to lose theirs; exact, at any time."""
+        return len(self._entries) - self.life.running
+
+    @property
     def in_flight(self) -> int:
         """Steps launched and not yet retired."""
         return len(self._launched)
@@ -83,22 +88,30 @@ class Scheduler:
             output_limit(self.limits, len(request.prompt), request.params.max_tokens)
             for request in requests
         ]
-        if not wait and not self._holds_now([len(request.prompt) for request in requests]):
+        if not wait and self.would_wait([len(request.prompt) for request in requests]):
             raise PoolFull("the engine is full at the moment; try again later", "prompt")
         for request, max_tokens in zip(requests, most, strict=True):
             self._arrivals += 1
             rule = self.stops.rule(request.params)
             entry = Entry(request, self._arrivals, max_tokens, rule)
             self._entries[request.rid] = entry
+            self.life.queue(entry)
             heapq.heappush(self._waiting, (entry.arrival, entry))
 
-    def _holds_now(self, prompt_lens: list[int]) -> bool:
-        unplaced = (Standing.WAITING, Standing.PREEMPTED)
-        lengths = [len(e.tokens) for e in self._entries.values() if e.standing in unplaced]
-        pages = sum(-(-length // self.limits.page_size) for length in (*lengths, *prompt_lens))
-        rows = self.life.running + len(lengths) + len(prompt_lens)
-        spare = spare_pages(rows - 1)  # when the last of them is admitted, the others run
-        return rows <= self.limits.max_rows and pages + spare <= self.store.available
+    def would_wait(self, prompt_lens: Sequence[int]) -> int:
+        """How many requests would wait for a row or for pages if these came too, all of a length.
+
+        From exact counts, in O(1) of what runs and waits.  Where pages are short it is the most it
+        could be: all who have no row, though some of them may get one with the next plan.
+        """
+        count = len(prompt_lens)
+        rows = len(self._entries) + count
+        over = max(0, rows - self.limits.max_rows)
+        held = count - min(count, over)
+        asked = sum(-(-length // self.limits.page_size) for length in prompt_lens[:held])
+        spare = spare_pages(rows - over - 1)  # when the last of them is admitted, the others run
+        short = self.life.queued_pages + asked + spare > self.store.available
+        return self.waiting + count if short else over
 
     def abort(self, rid: int) -> Finish | None:
         """Ends a request now; its terminal message, or None if it has had one."""
@@ -336,7 +349,7 @@ class Scheduler:
             self.life.sweep()
         self.load = self.measure_load(oldest)
         if self.limits.debug:
-            check(self.life, self._launched)
+            check(self.life, self._launched, self._entries.values())
         rows, prompts = heard.logprobs(result) if heard else (None, ())
         hidden = heard.hidden(result) if heard else None
         _, _, rids, tokens, first = news

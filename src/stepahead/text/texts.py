@@ -40,6 +40,11 @@ class Texts(Protocol):
         """What each id stands for."""
         ...
 
+    @property
+    def bos_id(self) -> int | None:
+        """The id that begins a text, None where there is none."""
+        ...
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text; InvalidParameter when it can't be."""
         ...
@@ -85,6 +90,7 @@ class ToyTexts:
         self.token_bytes = toy_token_bytes(vocab_size)
         self.special_ids: frozenset[int] = frozenset({0, TOY_EOS})
         self.eos_ids: tuple[int, ...] = (TOY_EOS,)
+        self.bos_id: int | None = None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Raises InvalidParameter."""

@@ -1,0 +1,288 @@
+"""The routes.  Knows requests, the front and answers; no processes, no sockets."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from stepahead import __version__
+from stepahead.errors import RequestError
+from stepahead.llm.prompts import Prompt, template_variables
+from stepahead.serve.calls import Call
+from stepahead.serve.front import Front
+from stepahead.serve.http import (
+    KeyGuard,
+    StreamAnswer,
+    fault_answer,
+    json_answer,
+    query_of,
+    read_body,
+    refusal_answer,
+    unheard_answer,
+    watching,
+)
+from stepahead.serve.options import ServeConfig
+from stepahead.serve.refusal import Refusal, bad_request, refusal_of
+from stepahead.serve.replies import chat_reply, text_reply
+from stepahead.serve.requests import (
+    Asked,
+    AskedChat,
+    AskedCompletion,
+    TokenizeFields,
+    read_abort,
+    read_chat_request,
+    read_completion_request,
+    read_detokenize,
+    read_tokenize,
+)
+from stepahead.serve.streams import ChatStory, TextStory
+from stepahead.text.texts import Texts
+from stepahead.types import RequestOutput, as_prompt
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+def serve_app(front: Front, config: ServeConfig, model: str, vocab_size: int) -> Starlette:
+    """The app of a server; `model` is what clients call it."""
+    routes = Routes(front, config, model, vocab_size)
+    endpoints: list[tuple[str, str, Endpoint]] = [
+        ("POST", "/v1/chat/completions", routes.chat),
+        ("POST", "/v1/completions", routes.completions),
+        ("GET", "/v1/models", routes.models),
+        ("GET", "/v1/models/{model:path}", routes.model),
+        ("POST", "/tokenize", routes.tokenize),
+        ("POST", "/detokenize", routes.detokenize),
+        ("GET", "/tokenizer_info", routes.tokenizer_info),
+        ("GET", "/health", routes.health),
+        ("GET", "/ready", routes.ready),
+        ("GET", "/version", routes.version),
+        ("POST", "/abort", routes.abort),
+        ("POST", "/flush_cache", routes.flush_cache),
+        *(("GET", path, routes.page) for path in ("/state", "/metrics", "/trace")),
+    ]
+    middleware = []
+    if config.allow_origins:
+        open_to: dict[str, Any] = {"allow_origins": config.allow_origins}
+        allowed = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
+        middleware.append(Middleware(CORSMiddleware, **open_to, **allowed))
+    if config.api_key is not None:
+        middleware.append(Middleware(KeyGuard, key=config.api_key))
+    return Starlette(
+        routes=[Route(path, endpoint, methods=[how]) for how, path, endpoint in endpoints],
+        middleware=middleware,
+        exception_handlers={
+            Refusal: refusal_answer,
+            HTTPException: refusal_answer,
+            ClientDisconnect: unheard_answer,
+            Exception: fault_answer,
+        },
+    )
+
+
+class Routes:
+    """One method a route."""
+
+    def __init__(self, front: Front, config: ServeConfig, model: str, vocab_size: int) -> None:
+        self._front = front
+        self._model = model
+        self._vocab_size = vocab_size
+        self._most_bytes = int(config.max_body_mb * 1e6)
+        self._began = int(time.time())
+
+    # --- answers ------------------------------------------------------------------------------
+
+    async def chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions"""
+        asked = read_chat_request(await self._body(request))
+        self._check_model(asked.model)
+        self._front.check_room(asked.params.n)
+        prompt = await self._off_loop(partial(_chat_prompt, self._front.texts, asked))
+        id, created = asked.label or f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
+        call = await self._begin(request, id, [prompt], asked)
+        texts = self._front.texts
+        if asked.stream:
+            story = ChatStory(asked, call, texts, created, self._model)
+            return StreamAnswer(call, story, self._front.cancel)
+        outputs = await self._whole(request, call)
+        return json_answer(chat_reply(asked, texts, id, created, self._model, outputs[0]))
+
+    async def completions(self, request: Request) -> Response:
+        """POST /v1/completions"""
+        asked = read_completion_request(await self._body(request))
+        self._check_model(asked.model)
+        self._front.check_room(asked.params.n * len(asked.prompts))
+        prompts = await self._off_loop(
+            partial(_prompts, self._front.texts, asked, self._vocab_size)
+        )
+        id, created = asked.label or f"cmpl-{uuid.uuid4().hex}", int(time.time())
+        call = await self._begin(request, id, prompts, asked)
+        texts = self._front.texts
+        if asked.stream:
+            story = TextStory(asked, call, texts, created, self._model)
+            return StreamAnswer(call, story, self._front.cancel)
+        outputs = await self._whole(request, call)
+        return json_answer(text_reply(asked, texts, id, created, self._model, outputs))
+
+    async def _begin(self, request: Request, id: str, prompts: list[Prompt], asked: Asked) -> Call:
+        """A call that the engine has taken; Refusal."""
+        front = self._front
+        front.check_room(asked.params.n * len(prompts))  # others may have come meanwhile
+        front.check_lengths(prompts)
+        call = front.begin(id, prompts, asked.params, asked.stream)
+        try:
+            await call.settled()
+        except BaseException:
+            front.cancel(call)
+            raise
+        return call
+
+    async def _whole(self, request: Request, call: Call) -> list[RequestOutput]:
+        try:
+            with watching(request.receive, partial(self._front.cancel, call)):
+                return await call.answers()
+        finally:
+            self._front.cancel(call)
+
+    async def _body(self, request: Request) -> bytes:
+        return await read_body(request, self._most_bytes)
+
+    async def _off_loop(self, fn: Callable[[], Any]) -> Any:
+        try:
+            return await self._front.off_loop(fn)
+        except RequestError as error:
+            raise refusal_of(error) from error
+
+    def _check_model(self, named: str | None) -> None:
+        if named is not None and named != self._model:
+            words = f"model {named!r} is not here; {self._model!r} is"
+            raise Refusal(404, words, "model_not_found", "model")
+
+    # --- texts --------------------------------------------------------------------------------
+
+    async def tokenize(self, request: Request) -> Response:
+        """POST /tokenize"""
+        fields = read_tokenize(await self._body(request))
+        self._check_model(fields.model)
+        ids = await self._off_loop(partial(_tokenize, self._front.texts, fields))
+        found = {"count": len(ids), "max_model_len": self._model_len(), "tokens": ids}
+        if fields.return_token_strs:
+            pieces = self._front.texts.token_bytes
+            found["token_strs"] = [pieces[token].decode("utf-8", "replace") for token in ids]
+        return json_answer(found)
+
+    async def detokenize(self, request: Request) -> Response:
+        """POST /detokenize"""
+        fields = read_detokenize(await self._body(request))
+        self._check_model(fields.model)
+        for token in fields.tokens:
+            if not 0 <= token < self._vocab_size:
+                words = f"token id {token} is outside the vocabulary 0..{self._vocab_size - 1}"
+                raise bad_request(words, "tokens")
+        texts = self._front.texts
+        prompt = await self._off_loop(partial(texts.decode, fields.tokens, False))
+        return json_answer({"prompt": prompt})
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        """GET /tokenizer_info: the texts of its special tokens, as far as clients need them."""
+        texts = self._front.texts
+        ids = {"bos_token": texts.bos_id, "eos_token": next(iter(texts.eos_ids), None)}
+        pieces = texts.token_bytes
+        return json_answer(
+            {name: None if id is None else pieces[id].decode() for name, id in ids.items()}
+        )
+
+    # --- the server itself --------------------------------------------------------------------
+
+    async def models(self, request: Request) -> Response:
+        """GET /v1/models"""
+        return json_answer({"object": "list", "data": [self._card()]})
+
+    async def model(self, request: Request) -> Response:
+        """GET /v1/models/NAME"""
+        self._check_model(request.path_params["model"])
+        return json_answer(self._card())
+
+    def _card(self) -> dict[str, Any]:
+        return {
+            "id": self._model,
+            "object": "model",
+            "created": self._began,
+            "owned_by": "stepahead",
+            "max_model_len": self._model_len(),
+        }
+
+    def _model_len(self) -> int | None:
+        return None if self._front.ready is None else self._front.ready.model_len
+
+    async def health(self, request: Request) -> Response:
+        """GET /health: whether it lives."""
+        front = self._front
+        if front.failure is not None:
+            front.check_ready()
+        status = "draining" if front.draining else "loading" if front.ready is None else "ok"
+        return json_answer({"status": status})
+
+    async def ready(self, request: Request) -> Response:
+        """GET /ready: whether it takes requests."""
+        self._front.check_ready()
+        return json_answer({"status": "ready"})
+
+    async def version(self, request: Request) -> Response:
+        """GET /version"""
+        return json_answer({"version": __version__})
+
+    async def abort(self, request: Request) -> Response:
+        """POST /abort"""
+        fields = read_abort(await self._body(request))
+        label = None if fields.abort_all else fields.request_id or fields.rid
+        return json_answer({"aborted": self._front.abort(label)})
+
+    async def flush_cache(self, request: Request) -> Response:
+        """POST /flush_cache"""
+        return json_answer({"flushed_pages": await self._front.flush_cache()})
+
+    async def page(self, request: Request) -> Response:
+        """GET /state, /metrics and /trace, which the engine's process makes."""
+        accepted = request.headers.get("accept-encoding", "")
+        page = await self._front.page(request.url.path, query_of(request), accepted)
+        headers = {name: value for name, value in page.headers if name != "content-length"}
+        return Response(page.body, page.status, headers)
+
+
+def _chat_prompt(texts: Texts, asked: AskedChat) -> Prompt:
+    variables = template_variables(asked.template_kwargs)
+    ids = texts.encode_chat(
+        asked.messages, add_generation_prompt=asked.add_generation_prompt, **variables
+    )
+    return Prompt(ids)
+
+
+def _prompts(texts: Texts, asked: AskedCompletion, vocab_size: int) -> list[Prompt]:
+    return [_prompt(texts, given, asked.add_special_tokens, vocab_size) for given in asked.prompts]
+
+
+def _prompt(texts: Texts, given: str | list[int], special: bool, vocab_size: int) -> Prompt:
+    if isinstance(given, str):
+        return Prompt(texts.encode(given, special), given)
+    as_prompt(given, vocab_size)  # refuses ids that are not there
+    return Prompt(given)
+
+
+def _tokenize(texts: Texts, fields: TokenizeFields) -> list[int]:
+    if fields.messages is None:
+        return texts.encode(fields.prompt or "", fields.add_special_tokens is not False)
+    variables = template_variables(fields.chat_template_kwargs)
+    return texts.encode_chat(
+        fields.messages, add_generation_prompt=fields.add_generation_prompt, **variables
+    )

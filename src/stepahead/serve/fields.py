@@ -1,0 +1,172 @@
+"""Which fields a request may have, and what becomes of each.  Knows JSON, no engine.
+
+A field is honoured, or refused by name.  Some that can't be honoured may have one value that asks
+for nothing; with any other they are refused.  null is as if the field were not there, as clients
+mean it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from stepahead.serve.refusal import bad_request
+
+# what SamplingParams has under the same name
+SAMPLING = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "max_tokens",
+    "min_tokens",
+    "prompt_logprobs",
+    "logit_bias",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+)
+_TOOLS = "tools are not supported yet; leave it out"
+_STRUCTURED = "structured output is not supported yet; leave it out"
+_SOUND = "only text is understood and made; leave it out"
+_BEAM = "beam search is not supported; leave it out"
+_ADAPTER = "adapters are not supported; leave it out"
+_KV = "moving a request's KV between servers is not supported; leave it out"
+_HOOK = "code in a request is not run; leave it out"
+_THINK = "reasoning is not told apart from the answer yet; leave it out"
+
+# field: (values that ask for nothing, what is said of any other)
+NOT_YET: dict[str, tuple[tuple[Any, ...], str]] = {
+    # OpenAI's
+    "audio": ((), _SOUND),
+    "modalities": ((["text"],), _SOUND),
+    "functions": (([],), _TOOLS),
+    "function_call": (("none",), _TOOLS),
+    "tools": (([],), _TOOLS),
+    "tool_choice": (("none", "auto"), _TOOLS),
+    "parallel_tool_calls": ((True, False), _TOOLS),
+    "response_format": (({"type": "text"},), _STRUCTURED),
+    "prediction": ((), "predicted outputs are not supported; leave it out"),
+    "prompt_cache_retention": (("in_memory", "in-memory"), "pages stay as long as there is room"),
+    "reasoning_effort": (("none",), _THINK),
+    "verbosity": (("medium",), "a model's verbosity can't be set; ask for it in the prompt"),
+    "service_tier": (("auto", "default"), "there is one tier; leave it out"),
+    "store": ((False,), "nothing is stored; leave it out"),
+    "web_search_options": ((), "the web is not searched; leave it out"),
+    "suffix": (("",), "filling in between is not supported; leave it out"),
+    "moderation": ((), "nothing is moderated; leave it out"),
+    # vLLM's, SGLang's, or both's
+    "structured_outputs": ((), _STRUCTURED),
+    "guided_json": ((), _STRUCTURED),
+    "guided_regex": ((), _STRUCTURED),
+    "guided_choice": ((), _STRUCTURED),
+    "guided_grammar": ((), _STRUCTURED),
+    "guided_decoding_backend": ((), _STRUCTURED),
+    "guided_whitespace_pattern": ((), _STRUCTURED),
+    "structural_tag": ((), _STRUCTURED),
+    "json_schema": ((), _STRUCTURED),
+    "regex": ((), _STRUCTURED),
+    "ebnf": ((), _STRUCTURED),
+    "allowed_token_ids": ((), "a list of allowed tokens is not supported; use logit_bias"),
+    "bad_words": (([],), "words can't be forbidden yet; use logit_bias with their tokens"),
+    "use_beam_search": ((False,), _BEAM),
+    "length_penalty": ((1.0,), _BEAM),
+    "early_stopping": ((False,), _BEAM),
+    "spaces_between_special_tokens": ((True,), "the tokenizer decides about spaces; leave it out"),
+    "priority": ((0,), "requests run in the order they come; leave it out"),
+    "cache_salt": ((), "the prefix cache is shared by all; start a server with --no-prefix-cache"),
+    "kv_transfer_params": ((), _KV),
+    "bootstrap_host": ((), _KV),
+    "bootstrap_port": ((), _KV),
+    "bootstrap_room": ((), _KV),
+    "disagg_prefill_dp_rank": ((), _KV),
+    "data_parallel_rank": ((), "there are no ranks to choose from; leave it out"),
+    "routed_dp_rank": ((), "there are no ranks to choose from; leave it out"),
+    "lora_path": ((), _ADAPTER),
+    "logits_processors": (([],), _HOOK),
+    "custom_logit_processor": ((), _HOOK),
+    "custom_params": ((), _HOOK),
+    "vllm_xargs": ((), _HOOK),
+    "session_params": ((), "sessions are not kept; send the whole conversation"),
+    "mm_processor_kwargs": ((), _SOUND),
+    "media_io_kwargs": ((), _SOUND),
+    "stop_regex": ((), "stop takes texts, not patterns"),
+    "no_stop_trim": ((False,), "use include_stop_str_in_output"),
+    "return_hidden_states": ((False,), "hidden states are told by LLM.generate alone"),
+    "return_routed_experts": ((False,), "expert routing is not told; leave it out"),
+    "chat_template": ((), "a template is code: start the server with --chat-template FILE"),
+    "continue_final_message": ((False,), "an answer can't be continued yet; use completions"),
+    "documents": (([],), "give them with chat_template_kwargs, if the template knows them"),
+    "include_reasoning": ((True,), _THINK),
+    "separate_reasoning": ((True,), _THINK),
+    "stream_reasoning": ((True,), _THINK),
+    "thinking_token_budget": ((), _THINK),
+    "prompt_embeds": ((), "prompts are text or token ids"),
+    "repetition_detection": ((), "repetition is not detected; use the penalties"),
+    "truncation": (("disabled",), "a prompt that is too long is refused; shorten it"),
+    "truncate_prompt_tokens": ((), "a prompt that is too long is refused; shorten it"),
+    "return_text_in_logprobs": ((True,), "texts are always told; leave it out"),
+}
+Kind = TypeVar("Kind", bound=msgspec.Struct)
+
+
+def read_object(body: bytes) -> dict[str, Any]:
+    """The JSON object of a body, without the fields that are null; Refusal."""
+    try:
+        found = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise bad_request(f"the body is no JSON ({error})", None, "invalid_json") from error
+    if not isinstance(found, dict):
+        raise bad_request(
+            f"the body must be a JSON object, not {type(found).__name__}", None, "invalid_json"
+        )
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def split_sampling(found: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The fields that are sampling parameters, and the others."""
+    sampling = {name: value for name, value in found.items() if name in SAMPLING}
+    return sampling, {name: value for name, value in found.items() if name not in SAMPLING}
+
+
+def take_neutral(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields without those of NOT_YET that ask for nothing; Refusal names one that does."""
+    for name in found:
+        if name in NOT_YET:
+            neutral, words = NOT_YET[name]
+            if not any(_same(found[name], value) for value in neutral):
+                raise bad_request(f"{name}: {words}", name, "unsupported_value")
+    return {name: value for name, value in found.items() if name not in NOT_YET}
+
+
+def _same(given: Any, neutral: Any) -> bool:
+    # 0 is False, and 1 is True, to ==
+    return given == neutral and isinstance(given, bool) == isinstance(neutral, bool)
+
+
+def convert(found: dict[str, Any], kind: type[Kind]) -> Kind:
+    """The fields as a struct; Refusal names one that is unknown, missing or of another type."""
+    known = kind.__struct_encode_fields__
+    for name in found:
+        if name not in known:
+            raise bad_request(f"{name}: no such field is known", name[:100], "unknown_field")
+    try:
+        return msgspec.convert(found, kind)
+    except msgspec.ValidationError as error:
+        words, _, path = str(error).partition(" - at `$.")
+        param = path.rstrip("`").partition(".")[0].partition("[")[0] or _missing(words)
+        raise bad_request(f"{param}: {words}" if param else words, param) from error
+
+
+def _missing(words: str) -> str | None:
+    # Object missing required field `messages`
+    return words.rpartition("field `")[2].rstrip("`") if "missing required" in words else None

@@ -1,0 +1,220 @@
+"""Answers as server-sent events.  Knows deltas and OpenAI's chunks; sends nothing itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from stepahead.llm.collect import Delta
+from stepahead.serve.calls import Call
+from stepahead.serve.refusal import Refusal
+from stepahead.serve.replies import (
+    ChatLogprobs,
+    TextLogprobs,
+    Usage,
+    Wording,
+    echoed,
+    usage_of,
+)
+from stepahead.serve.requests import Asked
+from stepahead.text.texts import Texts
+
+DONE = b"data: [DONE]\n\n"
+PING = b": ping\n\n"
+_encode = msgspec.json.Encoder().encode
+
+
+class ChatDelta(msgspec.Struct, frozen=True):
+    """What is new of a message."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatPiece(msgspec.Struct, frozen=True):
+    """What is new of one choice."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class TextPiece(msgspec.Struct, frozen=True):
+    """The same for completions."""
+
+    index: int
+    text: str
+    logprobs: TextLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """One event."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[Any]
+    usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+def event(data: bytes) -> bytes:
+    """One server-sent event."""
+    return b"data: " + data + b"\n\n"
+
+
+def error_event(error: Refusal) -> bytes:
+    """An error in the middle of a stream, and the stream's end."""
+    return event(error.body()) + DONE
+
+
+class Story(Protocol):
+    """How an API tells a stream."""
+
+    def begin(self) -> bytes:
+        """What comes before the first token."""
+        ...
+
+    def tell(self, items: Iterable[tuple[int, Delta]]) -> bytes:
+        """Events of what has come."""
+        ...
+
+    def end(self) -> bytes:
+        """What comes after the last one."""
+        ...
+
+
+class _Telling:
+    """What both APIs share: the head of each event, and the usage."""
+
+    def __init__(
+        self, asked: Asked, call: Call, texts: Texts, object: str, created: int, model: str
+    ) -> None:
+        self.asked = asked
+        self.call = call
+        self.texts = texts
+        self.wording = Wording(texts, asked.told_as_ids, asked.show_logprobs or 0)
+        self._head = (call.label, object, created, model)
+        self._made = 0
+        self._prompt_tokens = sum(len(part.prompt.ids) for part in call.parts)
+
+    def chunk(
+        self,
+        choices: list[Any],
+        usage: Usage | UnsetType | None = UNSET,
+        prompt_token_ids: list[int] | UnsetType = UNSET,
+    ) -> bytes:
+        """An event."""
+        return event(_encode(Chunk(*self._head, choices, usage, prompt_token_ids)))
+
+    def piece(self, choice: Any, tokens: int, prompt: list[int] | UnsetType = UNSET) -> bytes:
+        """An event of one choice that brings so many tokens."""
+        self._made += tokens
+        return self.chunk([choice], self._usage_so_far(), prompt)
+
+    def _usage_so_far(self) -> Usage | UnsetType | None:
+        options = self.asked.usage
+        if options.continuous_usage_stats:
+            return usage_of(self._prompt_tokens, self._made, 0)
+        return None if options.include_usage else UNSET
+
+    def end(self) -> bytes:
+        """The usage, if it was asked for, and the stream's end."""
+        if not self.asked.usage.include_usage:
+            return DONE
+        cached = sum(output.num_cached_tokens for output in self.call.outputs if output)
+        return self.chunk([], usage_of(self._prompt_tokens, self._made, cached)) + DONE
+
+    def index(self, place: int, delta: Delta) -> int:
+        """The choice's number among those of all prompts."""
+        return place * self.asked.params.n + delta.index
+
+
+class ChatStory(_Telling):
+    """A conversation's answer; a chunk for each token."""
+
+    def __init__(self, asked: Asked, call: Call, texts: Texts, created: int, model: str) -> None:
+        super().__init__(asked, call, texts, "chat.completion.chunk", created, model)
+
+    def begin(self) -> bytes:
+        """The role, of each choice."""
+        ids = self.call.parts[0].prompt.ids if self.asked.token_ids else UNSET
+        return b"".join(
+            self.piece(ChatPiece(index, ChatDelta("assistant", "")), 0, ids)
+            for index in range(self.asked.params.n)
+        )
+
+    def tell(self, items: Iterable[tuple[int, Delta]]) -> bytes:
+        """Text as it comes; the last one of a choice has its finish reason."""
+        return b"".join([self._tell(place, delta) for place, delta in items])
+
+    def _tell(self, place: int, delta: Delta) -> bytes:
+        told = None
+        if delta.logprobs is not None:
+            told = self.wording.chat(delta.token_ids, delta.logprobs)
+        piece = ChatPiece(
+            self.index(place, delta),
+            ChatDelta(content=delta.text),
+            told,
+            delta.finish_reason,
+            UNSET if delta.finish_reason is None else delta.stop_reason,
+            delta.token_ids if self.asked.token_ids else UNSET,
+        )
+        return self.piece(piece, len(delta.token_ids))
+
+
+class TextStory(_Telling):
+    """Completions; a chunk for each token."""
+
+    def __init__(self, asked: Asked, call: Call, texts: Texts, created: int, model: str) -> None:
+        super().__init__(asked, call, texts, "text_completion", created, model)
+        self._offsets: dict[int, int] = {}
+
+    def begin(self) -> bytes:
+        """The prompts, if they are to be echoed."""
+        if not self.asked.echo and not self.asked.token_ids:
+            return b""
+        return b"".join(self._prompt(place) for place in range(len(self.call.parts)))
+
+    def _prompt(self, place: int) -> bytes:
+        prompt, n = self.call.parts[place].prompt, self.asked.params.n
+        text = echoed(self.texts, prompt.text, prompt.ids) if self.asked.echo else ""
+        ids = prompt.ids if self.asked.token_ids else UNSET
+        return b"".join(
+            self.piece(TextPiece(place * n + choice, text, prompt_token_ids=ids), 0)
+            for choice in range(n)
+        )
+
+    def tell(self, items: Iterable[tuple[int, Delta]]) -> bytes:
+        """Text as it comes; the last one of a choice has its finish reason."""
+        return b"".join([self._tell(place, delta) for place, delta in items])
+
+    def _tell(self, place: int, delta: Delta) -> bytes:
+        index, silent = self.index(place, delta), self.asked.no_output
+        piece = TextPiece(
+            index,
+            "" if silent else delta.text,
+            None if silent or delta.logprobs is None else self._logprobs(index, delta),
+            delta.finish_reason,
+            UNSET if delta.finish_reason is None else delta.stop_reason,
+            ([] if silent else delta.token_ids) if self.asked.token_ids else UNSET,
+        )
+        return self.piece(piece, 0 if silent else len(delta.token_ids))
+
+    def _logprobs(self, index: int, delta: Delta) -> TextLogprobs:
+        assert delta.logprobs is not None
+        offset = self._offsets.get(index, 0)
+        told = self.wording.text(delta.token_ids, delta.logprobs, offset)
+        self._offsets[index] = offset + self.wording.length(delta.token_ids)
+        return told
