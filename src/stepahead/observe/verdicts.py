@@ -16,13 +16,14 @@ _MOSTLY = 0.5  # of the device's idle time: exposed host work from there on is w
 _MOST = 98.0  # percent of steps from which on it counts as all, and, from 100 down, as none
 _EVEN = 1.5  # p99 of intervals against their median, up to which steps come evenly
 _STEADY = 2.0  # the same of the gaps between tokens
+_COMPUTES = "nothing runs ahead, the host's thread is the device (--executor inline)"
 
 # what to do about idle time, by its cause
 ADVICE = {
     "plan late": "ask for less of each step (log-probabilities, stop strings, changes of rows), or "
     "give the device more rows a step",
-    "launch late": "steps take long to reach the device: give the runner a process (--executor "
-    "process) and a core of its own",
+    "launch late": "steps take long to reach the device: the runner needs a process (--executor "
+    "process, the default) and a core of its own",
     "mask late": "simpler grammars, or fewer rows with one in a step, would shorten it",
     "fence": "let plans wait for reads, not for a step's end (--fence fine)",
     "copy": "launch further ahead (--loop overlap, or --loop batch-queue --depth 3), and look for "
@@ -38,7 +39,8 @@ def overall(totals: Totals) -> str:
         return "no step has landed yet"
     told = totals.as_dict()
     words = f"device busy {_share(told['device_busy_pct'])}"
-    words += f", host hidden {_share(told['host_hidden_pct'])}"
+    if not totals.host_computes:
+        words += f", host hidden {_share(told['host_hidden_pct'])}"
     words += f", exposed {duration(totals.exposed_ns / totals.steps)} a step"
     if totals.steps < MIN_STEPS:
         return f"{words} ({totals.steps} steps, too few to judge by)"
@@ -55,6 +57,11 @@ def host(totals: Totals) -> str:
         return _too_few(steps, "steps")
     work, exposed = duration(totals.work_ns / steps), duration(totals.exposed_ns / steps)
     step, matters_ns = duration(totals.asked_ns / steps), _MATTERS * totals.asked_ns
+    if totals.host_computes:
+        return (
+            f"{_COMPUTES}: {exposed} of each {step} step is its other work"
+            f"{_parts(': ', totals.exposed_parts, steps)}; --executor process can hide that"
+        )
     if totals.exposed_ns > matters_ns:
         # host work that is exposed while the device waits for something else is not in its way
         mostly = totals.exposed_ns >= _MOSTLY * totals.idle_with_work_ns
@@ -99,6 +106,8 @@ def results(seen: Seen) -> str:
     """Whether a step is launched before the result of the one before it is there."""
     if seen.pairs < MIN_STEPS or seen.ahead_pct is None or seen.fed_pct is None:
         return _too_few(seen.pairs, "pairs of steps")
+    if seen.host_computes:
+        return f"{_COMPUTES}: it computes a step while it launches it"
     if seen.ahead_pct <= 100 - _MOST:
         words = f"results come first: the next step is launched {duration(-seen.land_ns)} after"
         return f"{words} (p50){_why_serial(seen)}"
@@ -130,7 +139,7 @@ def _why_serial(seen: Seen) -> str:
     if not seen.syncs:
         return ""
     told = ", ".join(f"{reason} {steps:,}" for reason, steps in seen.syncs.items())
-    return f"; steps held up: {told}"
+    return f"; steps held up since the start: {told}"
 
 
 def launches(kinds: Mapping[str, Quantiles]) -> str:
