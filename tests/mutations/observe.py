@@ -10,6 +10,14 @@ _DEVICE = "tests/cpu/test_books_device.py::"
 
 MUTATIONS = [
     Mutation(
+        "a step that was landed before a launch does not say why",
+        "a timeline without the drains that the counters tell",
+        "loop/base.py",
+        "plan_ns, launch_ns, flights, land_ns, self._held)",
+        "plan_ns, launch_ns, flights, land_ns)",
+        "tests/pure/test_loops.py::test_a_step_that_is_landed_before_a_launch_tells_why",
+    ),
+    Mutation(
         "whatever holds the runner up is the cause",
         "a slow host that blames its runner",
         "observe/causes.py",
