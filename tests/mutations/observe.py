@@ -10,6 +10,15 @@ _DEVICE = "tests/cpu/test_books_device.py::"
 
 MUTATIONS = [
     Mutation(
+        "the older half is folded whatever is in the air",
+        "a step's run told as idle time after a burst of requests",
+        "observe/books.py",
+        "        if self.stage is Stage.IDLE:\n            horizon_ns",
+        "        if self._stages:\n            horizon_ns",
+        "tests/pure/test_observe_books.py::"
+        "test_a_burst_of_requests_while_a_step_is_in_flight_takes_nothing_of_its_run",
+    ),
+    Mutation(
         "a step that was landed before a launch does not say why",
         "a timeline without the drains that the counters tell",
         "loop/base.py",
