@@ -9,6 +9,14 @@ _TRACE = "tests/pure/test_trace.py"
 
 MUTATIONS = [
     Mutation(
+        "numbers that are too large are let through",
+        "a traceback where a file was changed",
+        "trace/read.py",
+        "(KeyError, ValueError, TypeError, OverflowError, msgspec.ValidationError)",
+        "(KeyError, ValueError, TypeError, msgspec.ValidationError)",
+        "tests/pure/test_trace.py::test_a_header_that_nobody_wrote_is_a_changed_file",
+    ),
+    Mutation(
         "timeline: the host is not cut at the window's start",
         "slices from before the time that was asked for",
         "observe/perfetto.py",
