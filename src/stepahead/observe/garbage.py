@@ -117,7 +117,8 @@ class Garbage:
             self._working.release()
 
     def _start(self) -> None:
-        stage = self._books.stage
+        # the end of the last one may have gone unheard: it is no end of this one
+        self._before, stage = None, self._books.stage
         if stage is not Stage.IDLE:  # an engine that rests is not held up
             self._before, self._began_ns = stage, self._books.enter(Stage.GC)
 
