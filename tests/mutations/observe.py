@@ -10,6 +10,23 @@ _DEVICE = "tests/cpu/test_books_device.py::"
 
 MUTATIONS = [
     Mutation(
+        "an answer that nobody saw begin is measured",
+        "a decode of as many days as the machine is up",
+        "observe/requests.py",
+        "        if place < _FINISHED and found.first_ns >= 0:",
+        "        if place < _FINISHED:",
+        "tests/pure/test_observe_requests.py::"
+        "test_an_answer_whose_arrival_an_interrupt_has_swallowed_has_no_times",
+    ),
+    Mutation(
+        "a pause is ended by the end of a later one",
+        "a resting engine told as one that delivers",
+        "observe/garbage.py",
+        "        self._before, stage = None, self._books.stage\n",
+        "        stage = self._books.stage\n",
+        _GARBAGE + "test_a_pause_whose_end_was_not_heard_ends_no_later_one",
+    ),
+    Mutation(
         "the older half is folded whatever is in the air",
         "a step's run told as idle time after a burst of requests",
         "observe/books.py",
