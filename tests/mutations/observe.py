@@ -10,6 +10,14 @@ _DEVICE = "tests/cpu/test_books_device.py::"
 
 MUTATIONS = [
     Mutation(
+        "requests that wait for their first step are no work",
+        "a caller that is late told as one that asks for nothing",
+        "engine.py",
+        "                    self.books.rest(_DELIVER if waiting else before)\n",
+        "                    self.books.rest(before)\n",
+        _CAUSES + "test_a_caller_who_keeps_requests_from_their_step_is_no_want_of_work",
+    ),
+    Mutation(
         "an answer that nobody saw begin is measured",
         "a decode of as many days as the machine is up",
         "observe/requests.py",
