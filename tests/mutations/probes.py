@@ -11,6 +11,14 @@ _VIEW = "tests/pure/test_top_view.py::"
 
 MUTATIONS = [
     Mutation(
+        "pauses for garbage are blamed on the size of steps",
+        "advice that does not help",
+        "observe/verdicts.py",
+        "    if cause in _WHATEVER_THE_LOOP:",
+        "    if cause not in ADVICE:",
+        _VERDICTS + "test_verdicts_on_the_host",
+    ),
+    Mutation(
         "an inline runner on the host's cores is told as a device",
         "the model told as host work that overlap has hidden",
         "observe/probes.py",

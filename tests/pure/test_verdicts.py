@@ -79,6 +79,12 @@ def change(figures: Any, **values: Any) -> Any:
         (change(LATE, blocked_ns=16_800_000), "more depth would not help"),
         (change(LATE, blocked_ns=16_800_001), ADVICE["plan late"]),
         (change(LATE, idle_ns={"a new cause": MS}), ADVICE["unknown"]),
+        # what another loop, or steps of another size, would not help
+        (
+            change(LATE, blocked_ns=0, idle_ns={"garbage collection": 200 * MS, "copy": MS}),
+            "garbage collection 2 ms, copy 10 µs; " + ADVICE["garbage collection"],
+        ),
+        (change(LATE, depth=1, idle_ns={"mask late": 200 * MS}), ADVICE["mask late"]),
         (change(LATE, idle_ns={}, stages_ns={}), "exposed host work; " + ADVICE["unknown"]),
         # little work, or none of it hidden: nothing that overlap did
         (

@@ -31,6 +31,8 @@ ADVICE = {
     "garbage collection": "keep fewer objects that Python has to look through",
     "unknown": "record a timeline (stepahead trace record) and look at the gaps",
 }
+# neither another loop nor other steps are a remedy for these
+_WHATEVER_THE_LOOP = ("garbage collection", "mask late")
 
 
 def overall(totals: Totals) -> str:
@@ -92,6 +94,9 @@ def _parts(before: str, parts: list[tuple[str, int]], steps: int) -> str:
 
 
 def _remedy(totals: Totals) -> str:
+    cause = totals.causes[0][0] if totals.causes else ""
+    if cause in _WHATEVER_THE_LOOP:
+        return ADVICE[cause]
     if totals.depth == 1:
         return "this loop never runs ahead: --loop overlap hides it"
     if totals.blocked_ns <= _MATTERS * totals.asked_ns:
@@ -99,7 +104,7 @@ def _remedy(totals: Totals) -> str:
             "the host never waits, so more depth would not help: "
             "give it more rows a step, or less to do for each"
         )
-    return ADVICE.get(totals.causes[0][0] if totals.causes else "", ADVICE["unknown"])
+    return ADVICE.get(cause, ADVICE["unknown"])
 
 
 def results(seen: Seen) -> str:
