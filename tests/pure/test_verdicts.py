@@ -99,7 +99,7 @@ def change(figures: Any, **values: Any) -> Any:
         ),
         (
             change(LATE, idle_ns={"launch late": 380 * MS + 2}),
-            "the device waits, but not for the host: 1.9 ms of each 8.4 ms step is exposed host "
+            "the device waits, mostly not for the host: 1.9 ms of each 8.4 ms step is exposed host "
             "work: retire 1.4 ms, plan 500 µs; the device idles for: launch late 3.8 ms; "
             + ADVICE["launch late"],
         ),

@@ -68,7 +68,9 @@ def host(totals: Totals) -> str:
         # host work that is exposed while the device waits for something else is not in its way
         mostly = totals.exposed_ns >= _MOSTLY * totals.idle_with_work_ns
         words = (
-            "the device waits for the host" if mostly else "the device waits, but not for the host"
+            "the device waits for the host"
+            if mostly
+            else "the device waits, mostly not for the host"
         )
         return (
             f"{words}: {exposed} of each {step} step is exposed host work"
