@@ -23,7 +23,7 @@ ADVICE = {
     "plan late": "ask for less of each step (log-probabilities, stop strings, changes of rows), or "
     "give the device more rows a step",
     "launch late": "steps take long to reach the device: the runner needs a process (--executor "
-    "process, the default) and a core of its own",
+    "process, the default) and a core of its own; a CPU takes none before it has ended the last",
     "mask late": "simpler grammars, or fewer rows with one in a step, would shorten it",
     "fence": "let plans wait for reads, not for a step's end (--fence fine)",
     "copy": "launch further ahead (--loop overlap, or --loop batch-queue --depth 3), and look for "
