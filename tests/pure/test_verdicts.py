@@ -113,7 +113,7 @@ def change(figures: Any, **values: Any) -> Any:
         (
             change(GOOD, host_computes=True),
             "nothing runs ahead, the host's thread is the device (--executor inline): 3 µs of each "
-            "8.4 ms step is its other work: plan 3 µs; --executor process can hide that",
+            "8.4 ms step is its other work: plan 3 µs; --executor process can hide that, in a loop",
         ),
     ],
 )

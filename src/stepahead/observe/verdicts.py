@@ -62,7 +62,8 @@ def host(totals: Totals) -> str:
     if totals.host_computes:
         return (
             f"{_COMPUTES}: {exposed} of each {step} step is its other work"
-            f"{_parts(': ', totals.exposed_parts, steps)}; --executor process can hide that"
+            f"{_parts(': ', totals.exposed_parts, steps)}; "
+            "--executor process can hide that, in a loop that runs ahead"
         )
     if totals.exposed_ns > matters_ns:
         # host work that is exposed while the device waits for something else is not in its way
