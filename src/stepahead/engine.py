@@ -191,7 +191,8 @@ class Engine:
 
     @contextmanager
     def _mail(self) -> Generator[None]:
-        """The host takes something in; then it is at what it was before."""
+        """The host takes something in; then it is at what it was before, but that an engine with
+        requests has work to do: who has the thread keeps it from it."""
         self._take_turn()
         try:
             with self.observer.working:
@@ -200,7 +201,8 @@ class Engine:
                 try:
                     yield
                 finally:
-                    self.books.rest(before)
+                    waiting = before is _IDLE and self.scheduler.has_work
+                    self.books.rest(_DELIVER if waiting else before)
         finally:
             self._turn.release()
 

@@ -325,3 +325,13 @@ def test_merge_is_a_verb_too(
     found = parsed(gzip.decompress((tmp_path / "ours-torch.json.gz").read_bytes()))
     (added,) = [e for e in found["traceEvents"] if e["name"] == mark["name"]]
     assert added["ts"] == pytest.approx(begun["args"]["received_us"], abs=0.01)
+
+
+def test_a_place_that_can_not_be_written_is_told_before_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder.json").mkdir()
+    for place in ("file/x.json", "folder.json"):
+        assert run_command(["trace", "record", "no-such-model", "-o", str(tmp_path / place)]) == 2
+        assert f"{place} can't be written" in capsys.readouterr().err

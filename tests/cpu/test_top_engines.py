@@ -102,3 +102,16 @@ def test_an_llm_has_probes_of_all_steps_or_of_the_later_ones() -> None:
         answer(llm)
         second = llm.probes(now_ns)
         assert 0 < second.totals.steps < llm.probes().totals.steps
+
+
+@pytest.mark.parametrize("loop", ["serial", "overlap"])
+def test_a_host_that_computes_the_steps_itself_is_not_told_to_hide_anything(loop: str) -> None:
+    with LLM("toy", loop=loop, **OPTIONS) as llm:
+        answer(llm)
+        found = llm.probes()
+        frame = Server(str(llm.observe_url), 60.0).look()
+    assert found.totals.host_computes
+    for told in (found.host.verdict, found.results.verdict):
+        assert told.startswith("nothing runs ahead, the host's thread is the device")
+    assert "hidden" not in found.verdict + frame.verdict
+    assert frame.hidden_pct is None

@@ -10,6 +10,48 @@ _DEVICE = "tests/cpu/test_books_device.py::"
 
 MUTATIONS = [
     Mutation(
+        "requests that wait for their first step are no work",
+        "a caller that is late told as one that asks for nothing",
+        "engine.py",
+        "                    self.books.rest(_DELIVER if waiting else before)\n",
+        "                    self.books.rest(before)\n",
+        _CAUSES + "test_a_caller_who_keeps_requests_from_their_step_is_no_want_of_work",
+    ),
+    Mutation(
+        "an answer that nobody saw begin is measured",
+        "a decode of as many days as the machine is up",
+        "observe/requests.py",
+        "        if place < _FINISHED and found.first_ns >= 0:",
+        "        if place < _FINISHED:",
+        "tests/pure/test_observe_requests.py::"
+        "test_an_answer_whose_arrival_an_interrupt_has_swallowed_has_no_times",
+    ),
+    Mutation(
+        "a pause is ended by the end of a later one",
+        "a resting engine told as one that delivers",
+        "observe/garbage.py",
+        "        self._before, stage = None, self._books.stage\n",
+        "        stage = self._books.stage\n",
+        _GARBAGE + "test_a_pause_whose_end_was_not_heard_ends_no_later_one",
+    ),
+    Mutation(
+        "the older half is folded whatever is in the air",
+        "a step's run told as idle time after a burst of requests",
+        "observe/books.py",
+        "        if self.stage is Stage.IDLE:\n            horizon_ns",
+        "        if self._stages:\n            horizon_ns",
+        "tests/pure/test_observe_books.py::"
+        "test_a_burst_of_requests_while_a_step_is_in_flight_takes_nothing_of_its_run",
+    ),
+    Mutation(
+        "a step that was landed before a launch does not say why",
+        "a timeline without the drains that the counters tell",
+        "loop/base.py",
+        "plan_ns, launch_ns, flights, land_ns, self._held)",
+        "plan_ns, launch_ns, flights, land_ns)",
+        "tests/pure/test_loops.py::test_a_step_that_is_landed_before_a_launch_tells_why",
+    ),
+    Mutation(
         "whatever holds the runner up is the cause",
         "a slow host that blames its runner",
         "observe/causes.py",

@@ -11,6 +11,31 @@ _VIEW = "tests/pure/test_top_view.py::"
 
 MUTATIONS = [
     Mutation(
+        "pauses for garbage are blamed on the size of steps",
+        "advice that does not help",
+        "observe/verdicts.py",
+        "    if cause in _WHATEVER_THE_LOOP:",
+        "    if cause not in ADVICE:",
+        _VERDICTS + "test_verdicts_on_the_host",
+    ),
+    Mutation(
+        "an inline runner on the host's cores is told as a device",
+        "the model told as host work that overlap has hidden",
+        "observe/probes.py",
+        "    return here and bool((steps.submitted_ns >= steps.end_ns).all())\n",
+        "    return False\n",
+        "tests/cpu/test_top_engines.py::"
+        "test_a_host_that_computes_the_steps_itself_is_not_told_to_hide_anything",
+    ),
+    Mutation(
+        "where an inline runner is told, it is the device, whatever it says of its steps",
+        "a device beside the host told as the host",
+        "observe/probes.py",
+        "    return here and bool((steps.submitted_ns >= steps.end_ns).all())\n",
+        "    return here\n",
+        _PROBES + "test_verdicts_of_a_slow_device_and_of_a_slow_host",
+    ),
+    Mutation(
         "intervals between steps of two kinds count",
         "a prompt's time told as that of a decode step",
         "observe/step_times.py",

@@ -9,6 +9,22 @@ _TRACE = "tests/pure/test_trace.py"
 
 MUTATIONS = [
     Mutation(
+        "where a trace goes is looked at when it is there",
+        "a run that is lost to a wrong folder",
+        "cli/trace.py",
+        "    if output.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):\n",
+        "    if not folder.exists():\n",
+        "tests/cpu/test_cli_trace.py::test_a_place_that_can_not_be_written_is_told_before_the_run",
+    ),
+    Mutation(
+        "numbers that are too large are let through",
+        "a traceback where a file was changed",
+        "trace/read.py",
+        "(KeyError, ValueError, TypeError, OverflowError, msgspec.ValidationError)",
+        "(KeyError, ValueError, TypeError, msgspec.ValidationError)",
+        "tests/pure/test_trace.py::test_a_header_that_nobody_wrote_is_a_changed_file",
+    ),
+    Mutation(
         "timeline: the host is not cut at the window's start",
         "slices from before the time that was asked for",
         "observe/perfetto.py",

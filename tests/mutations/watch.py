@@ -10,6 +10,15 @@ LOOPBACK = "tests/pure/test_watch_loopback.py"
 
 MUTATIONS = [
     Mutation(
+        "who has stopped waiting is answered all the same",
+        "questions that pile up behind a long step and make the next one longer",
+        "observe/observer.py",
+        "                    self._asks.remove(ask)",
+        "                    pass",
+        "tests/pure/test_watch_app.py::"
+        "test_a_long_step_is_told_in_bounded_time_and_health_does_not_wait",
+    ),
+    Mutation(
         "a row that was left out forgets its last token",
         "a gap that was too short, or none, where a row had to wait",
         "observe/requests.py",

@@ -18,6 +18,7 @@ from harness import Client, check
 from stepahead.config import MAX_DEPTH, config_from, queue_depth
 from stepahead.engine import Engine
 from stepahead.loop.base import Executor, Flight
+from stepahead.observe.steps import REASONS
 from stepahead.plan import Plan, Result
 from stepahead.sync import Sync, SyncReason
 from stepahead.types import SamplingParams
@@ -241,6 +242,18 @@ def test_what_a_step_says_of_itself_is_counted(variant: Variant) -> None:
     engine.syncs.add(SyncReason.BLOCKING_COPY, 2)
     assert engine.syncs.since(before).as_dict() == {"blocking-copy": {"steps": 1, "rows": 2}}
     assert before.steps(SyncReason.BLOCKING_COPY) == 5
+
+
+def test_a_step_that_is_landed_before_a_launch_tells_why() -> None:
+    """So timelines and summaries show it, and not the counts alone."""
+    engine = ran(AHEAD[0], PROMPTS, max_step_tokens=4, serial_prefill=True)
+    told = engine.observer.steps.recent().reason.tolist()
+    held = REASONS.index(SyncReason.SERIAL_PREFILL)
+    assert told == [held, held, -1]
+    asks = [Ask(0, (2, 3, 4), greedy(12)), Ask(0, (5, 6, 7), greedy(12))]
+    engine = ran(AHEAD[0], asks, num_pages=6, prefix_cache=False)
+    told = engine.observer.steps.recent().reason.tolist()
+    assert told.count(REASONS.index(SyncReason.DRAIN)) == 2
 
 
 # --- when a token is out --------------------------------------------------------------------

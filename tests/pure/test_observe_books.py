@@ -225,6 +225,24 @@ def test_folding_while_a_step_is_in_flight_changes_nothing() -> None:
         assert batched.books.summary() == once.books.summary()
 
 
+def test_a_burst_of_requests_while_a_step_is_in_flight_takes_nothing_of_its_run() -> None:
+    host = Host(batch=8)
+    serial(host, 1)
+    host.does(Stage.LAUNCH, 1)
+    begin_ns = host.clock.now_ns
+    for _ in range(100):
+        host.does(Stage.MAIL, 2)
+        host.does(Stage.DELIVER, 1)
+    host.does(Stage.WAIT, 3)
+    host.books.busy(1, begin_ns, host.clock.now_ns)
+    summary = host.books.summary()
+    assert summary.busy_ns == 10 * MS + 303
+    assert summary.under_device_ns[Stage.MAIL] == 200
+    assert_balanced(summary)
+    host.does(Stage.IDLE, 1)
+    assert len(host.books._stages) == 1  # all folded
+
+
 def test_events_stay_disjoint_across_a_fold() -> None:
     host = Host(batch=8)
     serial(host, 3)

@@ -480,9 +480,24 @@ def test_requests_taken_in_are_mail() -> None:
     engine.scheduler.add = slow_add  # type: ignore[method-assign]
     engine.scheduler.abort = slow_abort  # type: ignore[method-assign]
     rid = rigged.add(16, SamplingParams(temperature=0.0, max_tokens=8))
-    assert engine.books.stage is Stage.IDLE
+    assert engine.books.stage is Stage.DELIVER
     rigged.step()
     assert engine.books.stage is Stage.DELIVER
     engine.abort(rid)
     assert engine.books.stage is Stage.DELIVER
     assert engine.books.summary().host_ns[Stage.MAIL] == 7 + 5
+
+
+def test_a_caller_who_keeps_requests_from_their_step_is_no_want_of_work() -> None:
+    rigged = rig(OVERLAP, costs(), host_work(6.0))
+    idle_ns = rigged.engine.books.summary().idle_ns["no work"]
+    rigged.add(16, SamplingParams(temperature=0.0, max_tokens=2))
+    rigged.clock.work(25 * MS)
+    summary = rigged.engine.books.summary()
+    assert summary.idle_ns["no work"] == idle_ns
+    assert summary.idle_ns["plan late"] == 25 * MS
+    while rigged.engine.has_work:
+        rigged.engine.step()
+    assert rigged.engine.books.stage is Stage.IDLE
+    rigged.clock.work(3 * MS)
+    assert rigged.engine.books.summary().idle_ns["no work"] == idle_ns + 3 * MS

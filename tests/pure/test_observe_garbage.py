@@ -88,6 +88,20 @@ def observed() -> tuple[Observer, Clock]:
     return Observer(clock), clock
 
 
+def test_a_pause_whose_end_was_not_heard_ends_no_later_one() -> None:
+    observer, clock = observed()
+    observer.books.enter(Stage.DELIVER)
+    observer.garbage.hear("start", {})
+    observer.books.enter(Stage.PLAN)  # a finaliser let another thread run: a step, in it the end
+    clock.now_ns += 5
+    observer.books.enter(Stage.IDLE)
+    observer.garbage.hear("start", {})
+    observer.garbage.hear("stop", {"generation": 0})
+    assert observer.books.stage is Stage.IDLE
+    assert observer.garbage.pauses.count == 0
+    observer.garbage.close()
+
+
 class Fails(PreparedExecutor):
     """Says whether Python may collect while it is in a step, and fails when it is told to."""
 

@@ -336,3 +336,13 @@ def test_ends_of_a_closed_engine_are_taken_down() -> None:
         engine.step()
     recorder.check()
     assert engine.observer.requests.totals().ends["abort"] == 5
+
+
+def test_an_answer_whose_arrival_an_interrupt_has_swallowed_has_no_times() -> None:
+    clock = Clock(1 << 50)  # a machine that has been up for days
+    log = RequestLog(clock)
+    log.delivered(np.array([7]), [7])
+    log.ended(7, "length", 1)
+    totals = log.totals()
+    assert totals.ends["length"] == 1
+    assert [totals.spreads[name].count for name in ("decode", "e2e")] == [0, 0]

@@ -107,6 +107,25 @@ def test_only_traces_of_ours_have_steps(changed: dict[str, Any], words: str) -> 
         read(json.dumps(document).encode())
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"about": 5},
+        {"about": {"depth": "deep"}},
+        {"zero_ns": 1 << 90},
+        {"until_ns": 1.5},
+        {"syncs": 5},
+        {"pauses": "none"},
+    ],
+    ids=str,
+)
+def test_a_header_that_nobody_wrote_is_a_changed_file(changed: dict[str, Any]) -> None:
+    document = parsed(trace_of(decoding(OVERLAP)))
+    document["stepahead"] |= changed
+    with pytest.raises(ConfigError, match="has been changed"):
+        read(json.dumps(document).encode())
+
+
 def test_a_stage_that_nobody_knows_is_a_changed_file() -> None:
     data = trace_of(decoding(OVERLAP)).replace(b'"name":"retire"', b'"name":"retyre"')
     with pytest.raises(ConfigError, match="RETYRE"):

@@ -79,6 +79,12 @@ def change(figures: Any, **values: Any) -> Any:
         (change(LATE, blocked_ns=16_800_000), "more depth would not help"),
         (change(LATE, blocked_ns=16_800_001), ADVICE["plan late"]),
         (change(LATE, idle_ns={"a new cause": MS}), ADVICE["unknown"]),
+        # what another loop, or steps of another size, would not help
+        (
+            change(LATE, blocked_ns=0, idle_ns={"garbage collection": 200 * MS, "copy": MS}),
+            "garbage collection 2 ms, copy 10 µs; " + ADVICE["garbage collection"],
+        ),
+        (change(LATE, depth=1, idle_ns={"mask late": 200 * MS}), ADVICE["mask late"]),
         (change(LATE, idle_ns={}, stages_ns={}), "exposed host work; " + ADVICE["unknown"]),
         # little work, or none of it hidden: nothing that overlap did
         (
@@ -93,7 +99,7 @@ def change(figures: Any, **values: Any) -> Any:
         ),
         (
             change(LATE, idle_ns={"launch late": 380 * MS + 2}),
-            "the device waits, but not for the host: 1.9 ms of each 8.4 ms step is exposed host "
+            "the device waits, mostly not for the host: 1.9 ms of each 8.4 ms step is exposed host "
             "work: retire 1.4 ms, plan 500 µs; the device idles for: launch late 3.8 ms; "
             + ADVICE["launch late"],
         ),
@@ -104,6 +110,11 @@ def change(figures: Any, **values: Any) -> Any:
         (change(GOOD, hidden_ns=4 * MS, exposed_ns=4 * MS), "overlap works"),
         (change(GOOD, steps=MIN_STEPS - 1), f"too few steps to tell: 31, {MIN_STEPS} are needed"),
         (change(GOOD, steps=MIN_STEPS), "overlap works"),
+        (
+            change(GOOD, host_computes=True),
+            "nothing runs ahead, the host's thread is the device (--executor inline): 3 µs of each "
+            "8.4 ms step is its other work: plan 3 µs; --executor process can hide that, in a loop",
+        ),
     ],
 )
 def test_verdicts_on_the_host(totals: Totals, words: str) -> None:
@@ -120,6 +131,7 @@ def test_verdicts_on_the_host(totals: Totals, words: str) -> None:
         (change(GOOD, idle_ns={"copy": 16_800_001}), "it idles most for: copy (168 µs a step)"),
         (change(GOOD, idle_ns={NO_WORK: 420 * MS}), "device busy 200 %"),  # of the time with work
         (change(GOOD, hidden_ns=0, exposed_ns=0), "host hidden -,"),
+        (change(GOOD, host_computes=True), "device busy 99.9 %, exposed 3 µs a step"),
         (change(GOOD, steps=31), "(31 steps, too few to judge by)"),
         (change(GOOD, steps=0), "no step has landed yet"),
     ],
@@ -152,13 +164,17 @@ def test_a_good_run_has_no_cause_in_its_line() -> None:
         ),
         (change(SEEN, ahead_pct=98.0), "it runs ahead"),
         (change(SEEN, ahead_pct=97.9), "98 % of steps are launched before the result"),
-        (change(SEEN, ahead_pct=50.0, syncs={"drain": 12}), "; steps held up: drain 12"),
+        (
+            change(SEEN, ahead_pct=50.0, syncs={"drain": 12}),
+            "; steps held up since the start: drain 12",
+        ),
         (
             change(SEEN, ahead_pct=2.0, land_ns=-5 * MS, syncs={"drain": 12}),
-            "results come first: the next step is launched 5 ms after (p50); steps held up: drain",
+            "results come first: the next step is launched 5 ms after (p50); steps held up since",
         ),
         (change(SEEN, ahead_pct=2.1), "2 % of steps are launched before"),
         (change(SEEN, ahead_pct=0.0, depth=1, syncs={"drain": 1}), "this loop never runs ahead"),
+        (change(SEEN, host_computes=True), "nothing runs ahead, the host's thread is the device"),
         (change(SEEN, pairs=31), "too few pairs of steps to tell: 31"),
         (change(SEEN, pairs=0, ahead_pct=None, fed_pct=None), "too few pairs of steps to tell: 0"),
     ],

@@ -296,6 +296,7 @@ def test_a_long_step_is_told_in_bounded_time_and_health_does_not_wait() -> None:
             found = client.get(path)
             assert found.status_code == 503
             assert "has been in one step for 0.05 s" in found.json()["error"]["message"]
+        assert not engine.observer._asks, "the engine has to answer who has gone"
         assert client.get("/health").json() == {"status": "ok"}
 
 

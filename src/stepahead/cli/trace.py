@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import io
 import json as json_lines
+import os
 import re
 import tempfile
 import time
@@ -215,8 +216,14 @@ def _since_asked_s(snapshot: Snapshot, num_prompts: int) -> float:
 
 
 def _check_output(output: Path | None) -> None:
-    if output is not None and not output.name.endswith((".json", ".json.gz")):
+    """Before a run that would be lost."""
+    if output is None:
+        return
+    if not output.name.endswith((".json", ".json.gz")):
         raise ConfigError(f"--output {output} must end in .json or .json.gz")
+    folder = next(parent for parent in output.absolute().parents if parent.exists())
+    if output.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(f"--output {output} can't be written; choose another place")
 
 
 def _dated(found: Document) -> Path:

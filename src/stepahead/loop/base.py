@@ -143,7 +143,7 @@ class LoopCore:
             result.submitted_ns,
             result.held,
         )
-        observer.steps.add(plan, result, plan_ns, launch_ns, flights, land_ns)
+        observer.steps.add(plan, result, plan_ns, launch_ns, flights, land_ns, self._held)
         self._flights.popleft()
         self._count(result)
         return self._planner.retire(plan, result)

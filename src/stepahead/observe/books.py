@@ -278,13 +278,16 @@ class Books:
     def _fold(self) -> None:
         """Moves into the totals what can't change any more.
 
-        That is all up to the last known device interval's end: the next one begins later.  When
-        nothing lands the older half goes all the same, or an idle engine would fill the memory; a
-        step in flight is a few host segments old, never half a batch.
+        That is all up to the last known device interval's end: the next one begins later.  While
+        nothing is to be done nothing is in the air, and the older half goes as well, or an idle
+        engine would fill the memory.  Else it waits for a landing, whatever comes in meanwhile.
         """
         landed_ns = self._landed[2 - _POSTS] if self._landed else self._settled_ns
-        known_ns = min(landed_ns, self._starts_ns[-1])
-        self._settle(max(known_ns, self._starts_ns[-(self._batch // 2)], self._settled_ns))
+        horizon_ns = min(landed_ns, self._starts_ns[-1])
+        if self.stage is Stage.IDLE:
+            horizon_ns = max(horizon_ns, self._starts_ns[-(self._batch // 2)])
+        if horizon_ns > self._settled_ns:
+            self._settle(horizon_ns)
 
     def _settle(self, horizon_ns: int) -> None:
         pending = self._pending()

@@ -14,7 +14,11 @@ _NO_WORK = Cause.NO_WORK.label
 @dataclass(frozen=True)
 class Totals:
     """Sums over `steps` steps, in ns; `idle_ns` of the device by cause, `stages_ns` of exposed host
-    work by what it was."""
+    work by what it was.
+
+    `host_computes`: the host's own thread is the device, so its work under a busy device is the
+    model, and hides nothing.
+    """
 
     steps: int
     depth: int
@@ -25,6 +29,7 @@ class Totals:
     blocked_ns: int
     idle_ns: Mapping[str, int]
     stages_ns: Mapping[str, int]
+    host_computes: bool = False
 
     @property
     def work_ns(self) -> int:
@@ -59,6 +64,7 @@ class Totals:
             "host_hidden_pct": _percent(self.hidden_ns, self.work_ns),
             "host_blocked_pct": _percent(self.blocked_ns, self.asked_ns),
             "no_work_pct": _percent(self.idle_ns.get(_NO_WORK, 0), self.wall_ns),
+            "host_computes": self.host_computes,
             "exposed_us_per_step": _each(self.exposed_ns, steps),
             "work_us_per_step": _each(self.work_ns, steps),
             "idle_us_per_step": {cause: _each(ns, steps) for cause, ns in self.idle_ns.items()},
@@ -68,7 +74,8 @@ class Totals:
 @dataclass(frozen=True)
 class Seen:
     """Launches against the results of the step before each: how many were ahead of its landing and
-    of its end on the device, and by how much at the median; pulls back to serial work by reason."""
+    of its end on the device, and by how much at the median; pulls back to serial work since the
+    engine's start, by reason.  `host_computes` as in Totals."""
 
     pairs: int
     depth: int
@@ -77,6 +84,7 @@ class Seen:
     land_ns: int
     end_ns: int
     syncs: Mapping[str, int]
+    host_computes: bool = False
 
 
 @dataclass(frozen=True)

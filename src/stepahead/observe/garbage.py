@@ -9,8 +9,9 @@ next launch, and its length grows with all that the program holds.  So
   was long enough for it; where the host never waits long enough, when it has been due for long;
 - between steps, and while the engine rests, Python does as it ever does.
 
-A program that has turned collection off, or has frozen itself, is left alone.  Every pause that
-falls on the engine is a stage of its books, counted, and remembered if it is the longest.
+A program that has turned collection off, or has frozen itself before, is left alone; a `close`
+thaws what anybody has frozen since, for Python keeps no two lists.  Every pause that falls on the
+engine is a stage of its books, counted, and remembered if it is the longest.
 """
 
 from __future__ import annotations
@@ -117,7 +118,8 @@ class Garbage:
             self._working.release()
 
     def _start(self) -> None:
-        stage = self._books.stage
+        # the end of the last one may have gone unheard: it is no end of this one
+        self._before, stage = None, self._books.stage
         if stage is not Stage.IDLE:  # an engine that rests is not held up
             self._before, self._began_ns = stage, self._books.enter(Stage.GC)
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -108,6 +109,8 @@ class Observer:
                 finally:
                     self.working.release()
             elif time.monotonic() > end_s:
+                with suppress(ValueError):  # it is being answered after all
+                    self._asks.remove(ask)  # or one who asks again and again finds a longer step
                 raise EngineError(
                     f"the engine has been in one step for {timeout_s:g} s, so nothing can be read "
                     "of it; ask again, or look whether its device is stuck"

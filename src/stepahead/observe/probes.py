@@ -110,7 +110,7 @@ def probes(snapshot: Snapshot, since_ns: int | None = None) -> Probes:
     depth, steps, events = int(snapshot.about.get("depth", 1)), snapshot.steps, snapshot.events
     first = 0 if since_ns is None else int(np.searchsorted(steps.plan_ns, since_ns))
     found = windows(steps, events, first)
-    totals = _totals(found, depth)
+    totals = _totals(found, depth, _host_computes(snapshot))
     pairs = Pairs(steps.where(slice(first, None)), events)
     return Probes(
         loop=str(snapshot.about.get("loop", "")),
@@ -118,7 +118,7 @@ def probes(snapshot: Snapshot, since_ns: int | None = None) -> Probes:
         totals=totals,
         verdict=verdicts.overall(totals),
         host=_host(found, totals),
-        results=_results(pairs, depth, snapshot.syncs),
+        results=_results(pairs, totals, snapshot.syncs),
         launches=_launches(pairs),
         tokens=_tokens(pairs),
     )
@@ -127,7 +127,14 @@ def probes(snapshot: Snapshot, since_ns: int | None = None) -> Probes:
 # --- 1: the host --------------------------------------------------------------------------------
 
 
-def _totals(found: Windows, depth: int) -> Totals:
+def _host_computes(snapshot: Snapshot) -> bool:
+    """Whether each step was over when its launch was: an inline runner on the host's own cores."""
+    about, steps = snapshot.about, snapshot.steps
+    here = about.get("executor") == "inline" and about.get("device") == "cpu"
+    return here and bool((steps.submitted_ns >= steps.end_ns).all())
+
+
+def _totals(found: Windows, depth: int, host_computes: bool) -> Totals:
     cells = found.cells
     return Totals(
         steps=len(found.steps),
@@ -139,6 +146,7 @@ def _totals(found: Windows, depth: int) -> Totals:
         blocked_ns=int(cells[Stage.WAIT].sum()),
         idle_ns=idle_ns(cells),
         stages_ns={stage.name.lower(): int(cells[stage, :BUSY].sum()) for stage in WORK},
+        host_computes=host_computes,
     )
 
 
@@ -175,7 +183,7 @@ def _whole(values_ns: np.ndarray, weights: np.ndarray | None = None) -> dict[str
 # --- 2: results against launches ----------------------------------------------------------------
 
 
-def _results(pairs: Pairs, depth: int, syncs: dict[str, dict[str, int]]) -> Probe:
+def _results(pairs: Pairs, totals: Totals, syncs: dict[str, dict[str, int]]) -> Probe:
     steps, linked = pairs.steps, pairs.linked()
     after = steps.where(slice(1, None)).where(linked)
     kinds, launch_ns = after.kind, after.launch_ns
@@ -184,12 +192,13 @@ def _results(pairs: Pairs, depth: int, syncs: dict[str, dict[str, int]]) -> Prob
     spreads = {name: _by_kind(ns, kinds) | _whole(ns) for name, ns in figures.items()}
     seen = Seen(
         pairs=len(launch_ns),
-        depth=depth,
+        depth=totals.depth,
         ahead_pct=_share(after.flights > 1),  # at one moment on the clock either may be first
         fed_pct=_share(end_ns > 0),
         land_ns=_median(land_ns),
         end_ns=_median(end_ns),
         syncs={reason: count["steps"] for reason, count in syncs.items()},
+        host_computes=totals.host_computes,
     )
     shares = {"launched_before_land_pct": seen.ahead_pct, "launched_before_end_pct": seen.fed_pct}
     return Probe(verdicts.results(seen), spreads, shares)

@@ -178,7 +178,7 @@ class RequestLog:
         self._heard.discard(rid)
         self._left_ns.pop(rid, None)
         self._ends[reason] += 1
-        if place < _FINISHED:
+        if place < _FINISHED and found.first_ns >= 0:  # else nobody knows when it began
             self._measure(found, now_ns, output_tokens)
         times_ns = (found.arrived_ns, found.admitted_ns, found.first_ns, now_ns)
         counts = (found.prompt, found.cached, output_tokens, found.preemptions)

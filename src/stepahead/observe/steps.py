@@ -34,7 +34,8 @@ class Steps:
     chunk_tokens  prompt positions
     samples       tokens it gave
     flights       steps in the air right after its launch, itself included
-    reason        index in REASONS of the first pull back to serial work in it, -1 for none
+    reason        index in REASONS of the pull back to serial work for which its landing came before
+                  a launch, else of the first one in it; -1 for none
     plan_ns       the host began to plan it
     launch_ns     the plan was there and the host began to hand it over
     received_ns   the runner had the plan; 0 where the executor does not say
@@ -86,9 +87,18 @@ class StepLog:
         self._read = np.zeros((0, _WIDTH), np.int64)
 
     def add(
-        self, plan: Plan, result: Result, plan_ns: int, launch_ns: int, flights: int, land_ns: int
+        self,
+        plan: Plan,
+        result: Result,
+        plan_ns: int,
+        launch_ns: int,
+        flights: int,
+        land_ns: int,
+        awaited: SyncReason | None = None,
     ) -> None:
-        """A step has landed; in launch order."""
+        """A step has landed; in launch order.  `awaited`: why nothing was launched before."""
+        if awaited is None and result.syncs:
+            awaited = result.syncs[0].reason
         rows, chunk_tokens, kind = len(plan.rows), 0, _DECODE
         if len(plan.chunks):
             chunk_tokens = int(plan.chunks[2::4].sum())
@@ -101,7 +111,7 @@ class StepLog:
             chunk_tokens,
             len(result.tokens),
             flights,
-            _INDEX[result.syncs[0].reason] if result.syncs else -1,
+            -1 if awaited is None else _INDEX[awaited],
             plan_ns,
             launch_ns,
             result.received_ns,

@@ -16,13 +16,14 @@ _MOSTLY = 0.5  # of the device's idle time: exposed host work from there on is w
 _MOST = 98.0  # percent of steps from which on it counts as all, and, from 100 down, as none
 _EVEN = 1.5  # p99 of intervals against their median, up to which steps come evenly
 _STEADY = 2.0  # the same of the gaps between tokens
+_COMPUTES = "nothing runs ahead, the host's thread is the device (--executor inline)"
 
 # what to do about idle time, by its cause
 ADVICE = {
     "plan late": "ask for less of each step (log-probabilities, stop strings, changes of rows), or "
     "give the device more rows a step",
-    "launch late": "steps take long to reach the device: give the runner a process (--executor "
-    "process) and a core of its own",
+    "launch late": "steps take long to reach the device: the runner needs a process (--executor "
+    "process, the default) and a core of its own; a CPU takes none before it has ended the last",
     "mask late": "simpler grammars, or fewer rows with one in a step, would shorten it",
     "fence": "let plans wait for reads, not for a step's end (--fence fine)",
     "copy": "launch further ahead (--loop overlap, or --loop batch-queue --depth 3), and look for "
@@ -30,6 +31,8 @@ ADVICE = {
     "garbage collection": "keep fewer objects that Python has to look through",
     "unknown": "record a timeline (stepahead trace record) and look at the gaps",
 }
+# neither another loop nor other steps are a remedy for these
+_WHATEVER_THE_LOOP = ("garbage collection", "mask late")
 
 
 def overall(totals: Totals) -> str:
@@ -38,7 +41,8 @@ def overall(totals: Totals) -> str:
         return "no step has landed yet"
     told = totals.as_dict()
     words = f"device busy {_share(told['device_busy_pct'])}"
-    words += f", host hidden {_share(told['host_hidden_pct'])}"
+    if not totals.host_computes:
+        words += f", host hidden {_share(told['host_hidden_pct'])}"
     words += f", exposed {duration(totals.exposed_ns / totals.steps)} a step"
     if totals.steps < MIN_STEPS:
         return f"{words} ({totals.steps} steps, too few to judge by)"
@@ -55,11 +59,19 @@ def host(totals: Totals) -> str:
         return _too_few(steps, "steps")
     work, exposed = duration(totals.work_ns / steps), duration(totals.exposed_ns / steps)
     step, matters_ns = duration(totals.asked_ns / steps), _MATTERS * totals.asked_ns
+    if totals.host_computes:
+        return (
+            f"{_COMPUTES}: {exposed} of each {step} step is its other work"
+            f"{_parts(': ', totals.exposed_parts, steps)}; "
+            "--executor process can hide that, in a loop that runs ahead"
+        )
     if totals.exposed_ns > matters_ns:
         # host work that is exposed while the device waits for something else is not in its way
         mostly = totals.exposed_ns >= _MOSTLY * totals.idle_with_work_ns
         words = (
-            "the device waits for the host" if mostly else "the device waits, but not for the host"
+            "the device waits for the host"
+            if mostly
+            else "the device waits, mostly not for the host"
         )
         return (
             f"{words}: {exposed} of each {step} step is exposed host work"
@@ -85,6 +97,9 @@ def _parts(before: str, parts: list[tuple[str, int]], steps: int) -> str:
 
 
 def _remedy(totals: Totals) -> str:
+    cause = totals.causes[0][0] if totals.causes else ""
+    if cause in _WHATEVER_THE_LOOP:
+        return ADVICE[cause]
     if totals.depth == 1:
         return "this loop never runs ahead: --loop overlap hides it"
     if totals.blocked_ns <= _MATTERS * totals.asked_ns:
@@ -92,13 +107,15 @@ def _remedy(totals: Totals) -> str:
             "the host never waits, so more depth would not help: "
             "give it more rows a step, or less to do for each"
         )
-    return ADVICE.get(totals.causes[0][0] if totals.causes else "", ADVICE["unknown"])
+    return ADVICE.get(cause, ADVICE["unknown"])
 
 
 def results(seen: Seen) -> str:
     """Whether a step is launched before the result of the one before it is there."""
     if seen.pairs < MIN_STEPS or seen.ahead_pct is None or seen.fed_pct is None:
         return _too_few(seen.pairs, "pairs of steps")
+    if seen.host_computes:
+        return f"{_COMPUTES}: it computes a step while it launches it"
     if seen.ahead_pct <= 100 - _MOST:
         words = f"results come first: the next step is launched {duration(-seen.land_ns)} after"
         return f"{words} (p50){_why_serial(seen)}"
@@ -130,7 +147,7 @@ def _why_serial(seen: Seen) -> str:
     if not seen.syncs:
         return ""
     told = ", ".join(f"{reason} {steps:,}" for reason, steps in seen.syncs.items())
-    return f"; steps held up: {told}"
+    return f"; steps held up since the start: {told}"
 
 
 def launches(kinds: Mapping[str, Quantiles]) -> str:

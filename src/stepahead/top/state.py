@@ -28,6 +28,7 @@ class _Books(msgspec.Struct):
 
 class _Probes(msgspec.Struct):
     verdict: str
+    host_computes: bool = False
 
 
 class _Requests(msgspec.Struct):
@@ -107,7 +108,7 @@ def frame_of(now: State, before: State | None) -> Frame:
         loop=str(about.get("loop", "")),
         verdict=_verdict(now, totals),
         busy_pct=told["device_busy_pct"],
-        hidden_pct=told["host_hidden_pct"],
+        hidden_pct=None if totals.host_computes else told["host_hidden_pct"],
         exposed_ms=_ms(told["exposed_us_per_step"]),
         idle_ms={cause: us / 1e3 for cause, us in told["idle_us_per_step"].items() if us},
         in_per_s=now.rates.prompt_tokens,
@@ -127,8 +128,7 @@ def frame_of(now: State, before: State | None) -> Frame:
 
 
 def _totals(now: State, before: State | None) -> Totals:
-    """What the books have added.  Not below zero: until a step has landed its time counts as idle,
-    and then no longer."""
+    """What the books have added."""
     after, start = now.books, before.books if before else _Books(0, 0, 0, 0, {})
     return Totals(
         steps=now.steps - (before.steps if before else 0),
@@ -142,6 +142,7 @@ def _totals(now: State, before: State | None) -> Totals:
             cause: max(0, ns - start.idle_ns.get(cause, 0)) for cause, ns in after.idle_ns.items()
         },
         stages_ns={},
+        host_computes=now.probes is not None and now.probes.host_computes,
     )
 
 

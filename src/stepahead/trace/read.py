@@ -157,8 +157,19 @@ def recorded(document: Document, name: str) -> Recorded:
         )
     try:
         return _Reader(document, about).read()
-    except (KeyError, ValueError, TypeError, msgspec.ValidationError) as error:
+    except (KeyError, ValueError, TypeError, OverflowError, msgspec.ValidationError) as error:
         raise ConfigError(f"{name} has been changed: {error!r}; record it again") from None
+
+
+class _Header(msgspec.Struct):
+    """What our documents say of themselves; as `observe.perfetto` writes it."""
+
+    about: dict[str, str | int]
+    zero_ns: int
+    until_ns: int
+    wall_ns: int
+    syncs: dict[str, dict[str, int]]
+    pauses: dict[str, int]
 
 
 class _Reader:
@@ -166,8 +177,9 @@ class _Reader:
 
     def __init__(self, document: Document, about: dict[str, Any]) -> None:
         self._document = document
-        self._about = about
-        self._zero_ns = int(about["zero_ns"])
+        self._header = msgspec.convert(about, _Header)
+        self._zero_ns = self._header.zero_ns
+        int(self._header.about.get("depth", 1))  # judged by later: it must be a number
 
     def read(self) -> Recorded:
         tracks: dict[tuple[Any, Any], list[RawEvent]] = {}
@@ -182,16 +194,16 @@ class _Reader:
                 requests.append(event)
         for track in tracks.values():
             track.sort(key=lambda event: event.ts)
-        about, landed = self._about, self._steps(steps)
+        header, landed = self._header, self._steps(steps)
         snapshot = Snapshot(
-            about["about"],
-            int(about["until_ns"]),
+            header.about,
+            header.until_ns,
             self._events(tracks, landed),
             landed,
             self._requests(requests),
-            about["syncs"],
-            int(about["wall_ns"]) + int(about["until_ns"]) - self._zero_ns,
-            about["pauses"],
+            header.syncs,
+            header.wall_ns + header.until_ns - self._zero_ns,
+            header.pauses,
         )
         cause, start_ns, end_ns = self._caused(tracks.get((DEVICE, IDLE), []))
         return Recorded(snapshot, IdleSpans(start_ns, end_ns, cause), self._zero_ns)
@@ -213,7 +225,7 @@ class _Reader:
         return Events(
             np.array(stages, np.int64),
             self._ns([event.ts for event in host] or [0.0]),
-            int(self._about["until_ns"]),
+            self._header.until_ns,
             ran,
             self._ns([event.ts for event in device]),
             self._ends(device),
