@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
@@ -11,6 +12,9 @@ from hypothesis import settings
 # A busy machine is no bug: how long an example takes is not judged, only what it gives.
 settings.register_profile("house", settings(), deadline=None)
 settings.load_profile("house")
+
+# A shell starts what runs in the background deaf to Ctrl-C, and programs under test inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TESTS = Path(__file__).parent
 

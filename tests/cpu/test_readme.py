@@ -15,7 +15,8 @@ from offline_makers import tiny_llama
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text("utf-8")
-SMALL = {"bench": ["--num-prompts", "4", "--input-len", "8", "--output-len", "4", "--threads", "1"]}
+FEW = ["--num-prompts", "4", "--input-len", "8", "--output-len", "4", "--threads", "1"]
+SMALL = {("bench", "MODEL"): FEW, ("trace", "record"): FEW}
 
 
 def blocks(language: str) -> list[str]:
@@ -54,22 +55,31 @@ def test_make_knows_the_targets(target: str) -> None:
     assert {"demo": "stepahead demo", "test": "-m pytest"}[target] in done.stdout
 
 
-@pytest.mark.parametrize("line", stepahead_lines())
-def test_a_command_of_the_readme_works(line: str, tmp_path: Path) -> None:
+def stepahead_blocks() -> list[list[str]]:
+    lines = [[line.partition("#")[0].strip() for line in b.split("\n")] for b in blocks("bash")]
+    kept = [[line for line in block if line in stepahead_lines()] for block in lines]
+    return [block for block in kept if block]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("lines", stepahead_blocks(), ids=lambda lines: lines[0].split()[1])
+def test_the_commands_of_the_readme_work(lines: list[str], tmp_path: Path) -> None:
+    """In order, in one folder: some read what others wrote."""
     model = tiny_llama(tmp_path / "model")
-    words = [str(model) if word == "MODEL" else word for word in shlex.split(line)[1:]]
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "the sea"}\n', "utf-8")
-    if words[0] == "bench" and words[1] == "host":
-        words.append("--help")  # minutes of measuring otherwise
-    elif words[0] == "chat" and len(words) == 1:
-        words += [str(model), "--max-tokens", "4"]
-    else:
-        words += SMALL.get(words[0], [])
-    done = run([sys.executable, "-m", "stepahead", *words], tmp_path, "hello\n")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout or words[0] == "run", done.stderr
-    if words[0] == "run":
-        assert len((tmp_path / "answers.jsonl").read_text("utf-8").splitlines()) == 1
+    for line in lines:
+        words = shlex.split(line)[1:]
+        more = SMALL.get((words[0], words[1] if len(words) > 1 else ""), [])
+        words = [str(model) if word == "MODEL" else word for word in words] + more
+        if words[:2] == ["bench", "host"] or words[0] == "serve":
+            words.append("--help")  # minutes of measuring, or a server that stays
+        elif words == ["chat"]:
+            words += [str(model), "--max-tokens", "4"]
+        done = run([sys.executable, "-m", "stepahead", *words], tmp_path, "hello\n")
+        assert done.returncode == 0, (line, done.stderr)
+        assert done.stdout or words[0] in ("run", "trace"), (line, done.stderr)
+        if words[0] == "run":
+            assert len((tmp_path / "answers.jsonl").read_text("utf-8").splitlines()) == 1
 
 
 @pytest.mark.parametrize("source", blocks("python"))

@@ -129,8 +129,8 @@ if TYPE_CHECKING:
     SamplingFlags: TypeAlias = Any
     ServeFlags: TypeAlias = Any
 else:
-    EngineFlags = Annotated[_engine_options(), Parameter(name="*", group=ENGINE)]
-    SamplingFlags = Annotated[_sampling_options(), Parameter(name="*", group=SAMPLING)]
+    EngineFlags = Annotated[_engine_options() | None, Parameter(name="*", group=ENGINE)]
+    SamplingFlags = Annotated[_sampling_options() | None, Parameter(name="*", group=SAMPLING)]
     ServeFlags = Annotated[
         _options_of("ServeOptions", ServeConfig, SERVE_ALIASES), Parameter(name="*", group=SERVER)
     ]
