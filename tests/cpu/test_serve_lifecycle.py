@@ -135,7 +135,10 @@ def test_a_process_that_dies_ends_streams_and_server(server: Served, which: str)
             assert done == "[DONE]"
             assert json.loads(error)["error"]["code"] == "engine_failed"
             running.close()
-        health = client.get(f"{url}/health")
+        # the streams are told first: the engine's last message is a moment behind its outputs
+        end_s = time.monotonic() + 30
+        while (health := client.get(f"{url}/health")).status_code == 200:
+            assert time.monotonic() < end_s, "the failed engine is healthy still"
         assert (health.status_code, health.json()["error"]["code"]) == (503, "engine_failed")
     assert server.end() == 1
     assert any("error: the engine has failed" in line for line in server.said)

@@ -195,7 +195,7 @@ class ProcessExecutor:
         """Waits until the worker's runner stands."""
         if not self._channel.wait(timeout_s):
             raise EngineError(
-                f"the runner was not built within {timeout_s:g} s; "
+                f"the runner was not built within {timeout_s:.3g} s; "
                 "give start_timeout_s more, or look on stderr for what it waits for"
             )
         kind, payload = self._next_frame()
