@@ -63,6 +63,7 @@ def open_links(spec: RunnerSpec) -> list[StageEnds]:
     links: list[tuple[LinkEnd, LinkEnd]] = []
     try:
         for token_bytes in sizes:
+            # no comprehension: if one can't be opened, those before it must be closed
             links.append(_open(spec.step_tokens * token_bytes, spec.depth))  # noqa: PERF401
     except BaseException:
         _close(*(end for link in links for end in link))
