@@ -87,7 +87,7 @@ def mutated_copy(mutation: Mutation | None, target: Path, root: Path = ROOT) -> 
         path.write_text(text, encoding="utf-8")
 
 
-def run_tests(tree: Path, tests: tuple[str, ...]) -> tuple[int, str]:
+def run_tests(tree: Path, tests: tuple[str, ...], limit_s: float = LIMIT_S) -> tuple[int, str]:
     """pytest's exit code (-1: out of time) and output, of tests in a copy that tests itself."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--tb=line", "-p", "no:cacheprovider"]
     command += ["--hypothesis-seed=0"]  # a verdict that changes from run to run is none
@@ -103,11 +103,11 @@ def run_tests(tree: Path, tests: tuple[str, ...]) -> tuple[int, str]:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=LIMIT_S,
+            timeout=limit_s,
             check=False,
         )
     except subprocess.TimeoutExpired as late:
-        return -1, f"no end after {LIMIT_S} s\n{late.stdout or ''}"
+        return -1, f"no end after {limit_s:g} s\n{late.stdout or ''}"
     return done.returncode, done.stdout + done.stderr
 
 
@@ -138,5 +138,5 @@ def sound(mutations: list[Mutation], root: Path = ROOT) -> str:
     tests = tuple(dict.fromkeys(mutation.test for mutation in mutations))
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         mutated_copy(None, Path(folder), root)
-        code, output = run_tests(Path(folder), tests)
+        code, output = run_tests(Path(folder), tests, LIMIT_S * len(tests))
     return "" if code == 0 else output

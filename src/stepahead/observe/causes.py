@@ -172,8 +172,9 @@ def tally(events: Events, cuts_ns: np.ndarray) -> np.ndarray:
     cut = pieces(events, cuts_ns)
     window = np.clip(cut.window, 0, len(cells) - 1)  # of empty pieces that may lie outside
     at = (window * len(Stage) + cut.stage) * (BUSY + 1) + cut.device
-    np.add.at(cells.reshape(-1), at, cut.end_ns - cut.start_ns)
-    return cells
+    # in float64, exact up to 2^53 ns, a hundred days: adding integers in place takes ten times that
+    lengths = np.bincount(at, cut.end_ns - cut.start_ns, cells.size)
+    return lengths.astype(np.int64).reshape(cells.shape)
 
 
 def no_cells(windows: int) -> np.ndarray:
