@@ -7,6 +7,7 @@ out, and by its own shape check on tensors that only pretend to lie on a GPU.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -82,10 +83,16 @@ CASES = [
 ]
 
 
+SHAPES = [SHAPE, replace(SHAPE, window=7, scale=0.3)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=["all", "window"])
 @pytest.mark.parametrize(("seed", "decode", "chunks"), CASES)
-def test_plain_operations_give_what_the_cpu_gives(seed: int, decode: int, chunks: int) -> None:
-    case = Case(seed, decode, chunks)
-    found = varlen.gather(case.inputs, SHAPE).attend(*case.step)
+def test_plain_operations_give_what_the_cpu_gives(
+    seed: int, decode: int, chunks: int, shape: HeadShape
+) -> None:
+    case = Case(seed, decode, chunks, shape)
+    found = varlen.gather(case.inputs, shape).attend(*case.step)
     torch.testing.assert_close(found, case.expected(), rtol=0, atol=1e-5)
 
 
@@ -175,11 +182,12 @@ def written_out(
     seqused_k: Tensor | None = None,
     block_table: Tensor | None = None,
     num_splits: int | None = None,
+    scale: float | None = None,
 ) -> Tensor:
     """What `varlen_attn` is documented to do, row by row in float64."""
     assert seqused_k is not None
     assert block_table is not None
-    assert window_size == (-1, 0)
+    assert window_size[1] == 0
     assert num_splits == 1, "split rows come out wrong in some versions of torch"
     assert enable_gqa == (query.shape[1] != key.shape[2])
     assert {cu_seq_q.dtype, seqused_k.dtype, block_table.dtype} == {torch.int32}
@@ -195,15 +203,21 @@ def written_out(
             seen = length - (last - 1 - token)
             for head in range(query.shape[1]):
                 kv_head = head // (query.shape[1] // key.shape[2])
-                scores = k[:seen, kv_head] @ query[token, head].double() / HEAD_DIM**0.5
-                out[token, head] = torch.softmax(scores, 0) @ v[:seen, kv_head]
+                first_seen = 0 if window_size[0] < 0 else max(0, seen - 1 - window_size[0])
+                these = slice(first_seen, seen)
+                scores = k[these, kv_head] @ query[token, head].double()
+                scores *= HEAD_DIM**-0.5 if scale is None else scale
+                out[token, head] = torch.softmax(scores, 0) @ v[these, kv_head]
     return out.to(query.dtype)
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=["all", "window"])
 @pytest.mark.parametrize(("seed", "decode", "chunks"), CASES)
-def test_the_kernel_is_given_the_step(seed: int, decode: int, chunks: int) -> None:
-    case = Case(seed, decode, chunks)
-    kernel = varlen.usable_kernel(written_out, SHAPE, CPU)
+def test_the_kernel_is_given_the_step(
+    seed: int, decode: int, chunks: int, shape: HeadShape
+) -> None:
+    case = Case(seed, decode, chunks, shape)
+    kernel = varlen.usable_kernel(written_out, shape, CPU)
     assert kernel is not None
     step = varlen.KernelAttention(kernel, varlen.kernel_rows(case.inputs))
     torch.testing.assert_close(step.attend(*case.step), case.expected(), rtol=0, atol=1e-5)
@@ -226,8 +240,12 @@ def test_a_kernel_that_errs_is_not_used() -> None:
             **kwargs,
         )
 
-    for wrong in (splits_go_missing, sees_ahead):
-        assert varlen.usable_kernel(functools.wraps(written_out)(wrong), SHAPE, CPU) is None
+    def sees_too_far_back(*args: Any, window_size: Any = None, **kwargs: Any) -> Tensor:
+        return written_out(*args, window_size=(-1, 0), **kwargs)
+
+    wrongs = ((splits_go_missing, SHAPE), (sees_ahead, SHAPE), (sees_too_far_back, SHAPES[1]))
+    for wrong, shape in wrongs:
+        assert varlen.usable_kernel(functools.wraps(written_out)(wrong), shape, CPU) is None
 
 
 def test_a_kernel_that_refuses_the_shape_or_lacks_pages_is_not_used() -> None:

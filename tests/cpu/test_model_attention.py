@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -26,14 +27,19 @@ def filled_pool(num_pages: int) -> KVPool:
     return pool
 
 
-def written_out(q: Tensor, pool: KVPool, pages: Tensor, length: int) -> Tensor:
-    """[heads, head_dim] in float64: softmax of one query over a row's first `length` cells."""
-    k = pool.k[0][pages].flatten(0, 1)[:length].double()
-    v = pool.v[0][pages].flatten(0, 1)[:length].double()
+def written_out(
+    q: Tensor, pool: KVPool, pages: Tensor, length: int, shape: HeadShape = SHAPE
+) -> Tensor:
+    """[heads, head_dim] in float64: softmax of one query over what it sees of a row's first
+    `length` cells."""
+    begin = 0 if shape.window is None else max(0, length - shape.window)
+    scale = HEAD_DIM**-0.5 if shape.scale is None else shape.scale
+    k = pool.k[0][pages].flatten(0, 1)[begin:length].double()
+    v = pool.v[0][pages].flatten(0, 1)[begin:length].double()
     out = []
     for head in range(HEADS):
         kv_head = head // (HEADS // KV_HEADS)
-        weights = torch.softmax(k[:, kv_head] @ q[head].double() / HEAD_DIM**0.5, 0)
+        weights = torch.softmax(k[:, kv_head] @ q[head].double() * scale, 0)
         out.append(weights @ v[:, kv_head])
     return torch.stack(out)
 
@@ -69,6 +75,46 @@ def test_decode_rows(lens: list[int]) -> None:
         expected = written_out(q[row], pool, table[row], length)
         torch.testing.assert_close(out[row].double(), expected, rtol=0, atol=2e-6)
     assert len(step.groups) == (3 if max(lens) == 1500 else 1)
+
+
+@pytest.mark.parametrize("window", [1, 2, 16, 17, 100, 2000])
+def test_decode_rows_see_a_window(window: int) -> None:
+    """They read no more pages than a window can touch, wherever in a page it begins."""
+    lens = [1, 16, 17, 33, 47, 64, 200, 333]
+    shape = replace(SHAPE, window=window, scale=0.3)
+    pool = filled_pool(400)
+    table = page_table(lens, 400)
+    q = torch.randn(len(lens), HEADS, HEAD_DIM)
+    step = lay_out(decode_inputs(table, lens), shape)
+    out = step.attend(q, q, q, pool.k[0], pool.v[0]).view(-1, HEADS, HEAD_DIM)
+    for row, length in enumerate(lens):
+        expected = written_out(q[row], pool, table[row], length, shape)
+        torch.testing.assert_close(out[row].double(), expected, rtol=0, atol=2e-6)
+    read = sum(len(group.pages_dev) for group in step.groups) // len(lens)
+    assert read <= min(21, (window - 1 + PAGE - 1) // PAGE + 1)
+
+
+@pytest.mark.parametrize("window", [1, 3, 10, 16, 24, 44, 60])
+@pytest.mark.parametrize("start", [0, 16, 43])
+def test_chunk_rows_see_a_window(window: int, start: int) -> None:
+    shape = replace(SHAPE, window=window, scale=0.3)
+    pool = filled_pool(20)
+    pages = torch.tensor([7, 3, 19, 1])[: -(-(start + 10) // PAGE)]
+    chunk = ChunkRow(first=0, count=10, context_len=start + 10, pages_dev=pages)
+    zeros = torch.zeros(10, dtype=torch.int64)
+    none = np.zeros(0, np.int64)
+    inputs = StepInputs(zeros, zeros, zeros, 0, EMPTY.view(0, 0), EMPTY, none, 0, (chunk,))
+    q = torch.randn(10, HEADS, HEAD_DIM)
+    here = slice(start, start + 10)
+    cells = pool.k[0][pages].flatten(0, 1)[here], pool.v[0][pages].flatten(0, 1)[here]
+    step = lay_out(inputs, shape)
+    out = step.attend(q, *cells, pool.k[0], pool.v[0])
+    for place in range(10):
+        expected = written_out(q[place], pool, pages, start + place + 1, shape)
+        ours = out[place].view(HEADS, HEAD_DIM).double()
+        torch.testing.assert_close(ours, expected, rtol=0, atol=2e-6)
+    (read,) = step.chunks
+    assert len(read.pages_dev) == len(pages) - max(0, start - window + 1) // PAGE
 
 
 def test_chunk_rows() -> None:

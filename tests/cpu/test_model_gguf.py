@@ -120,6 +120,21 @@ def test_logits_are_those_of_transformers(family: str, kind: str, tmp_path: Path
     torch.testing.assert_close(ours, reference_logits(theirs, ids), rtol=0, atol=2e-5)
 
 
+def test_gemma3_file_gives_what_its_checkpoint_gives(tmp_path: Path) -> None:
+    """Windows of five layers, all for the sixth, each with its own rope, norms with offsets."""
+    reference = make_reference(
+        "gemma3", head_dim=16, num_hidden_layers=6, sliding_window=7, query_pre_attn_scalar=16
+    )
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, reference, gguf_tensors(reference), gemma3__attention__sliding_window=7)
+    spec = read_spec(path)
+    assert spec.windowed == (True,) * 5 + (False,)
+    ids = random_ids(40, seed=4)
+    ours = Pages(load_model(spec, "float32")).step(chunks={"a": ids})["a"]
+    # 24 norms one after the other: transformers itself is 4e-5 from float64 here
+    torch.testing.assert_close(ours, reference_logits(reference, ids), rtol=0, atol=1e-4)
+
+
 def test_biases_of_arch_llama(tmp_path: Path) -> None:
     """They are put in order like the rows they belong to."""
     reference = make_reference("llama", attention_bias=True, mlp_bias=True)

@@ -28,6 +28,13 @@ LLAMA3 = {
     "rope_theta": 10000.0,
 }
 LENGTHS = {"a": 9, "b": 40, "c": 11, "d": 33}
+GEMMA: dict[str, Any] = {
+    "head_dim": 16,
+    "sliding_window": 10,
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "query_pre_attn_scalar": 16,
+}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
@@ -46,6 +53,17 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3",
         {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True},
     ),
+    "mistral-window": ("mistral", {"sliding_window": 9}),
+    "qwen2-window": (
+        "qwen2",
+        {"sliding_window": 13, "use_sliding_window": True, "max_window_layers": 1},
+    ),
+    "qwen3-window": (
+        "qwen3",
+        {"head_dim": 8, "sliding_window": 5, "use_sliding_window": True, "max_window_layers": 0},
+    ),
+    "gemma3": ("gemma3", GEMMA),
+    "gemma3-scaled": ("gemma3", GEMMA | {"query_pre_attn_scalar": 24, "sliding_window": 1}),
     "qwen3-linear": ("qwen3", {"head_dim": 8, "rope_parameters": LINEAR}),
 }
 

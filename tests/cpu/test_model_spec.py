@@ -101,51 +101,73 @@ def test_rope(changes: dict[str, Any], expected: RopeSpec, tmp_path: Path) -> No
     assert read_spec(write_config(tmp_path, **changes)).rope == expected
 
 
+MISTRAL = {"architectures": ["MistralForCausalLM"]}
+SLIDES = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 100, "use_sliding_window": True}
+GEMMA = {"architectures": ["Gemma3ForCausalLM"], "head_dim": 16, "num_hidden_layers": 7}
+
+
 @pytest.mark.parametrize(
-    ("changes", "max_len", "window"),
+    ("changes", "window", "windowed"),
     [
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": 100}, 100, 100),
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, 256, None),
-        ({"architectures": ["MistralForCausalLM"]}, 256, 4096),
+        (MISTRAL | {"sliding_window": 100}, 100, (True, True)),
+        (MISTRAL | {"sliding_window": None}, None, ()),
+        (MISTRAL, 4096, (True, True)),
+        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 100}, None, ()),
+        (SLIDES | {"max_window_layers": 1}, 100, (False, True)),
+        (SLIDES | {"max_window_layers": 2}, None, ()),  # no layer is left to slide
         (
-            {"architectures": ["MistralForCausalLM"], "max_position_embeddings": 9000},
-            *(4096, 4096),
+            SLIDES | {"layer_types": ["sliding_attention", "full_attention"]},
+            *(100, (True, False)),
         ),
-        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 100}, 256, None),
+        ({"sliding_window": 100}, None, ()),  # Llama has none, whatever its config says
+        (GEMMA, 512, (True, True, True, True, True, False, True)),
         (
-            {
-                "architectures": ["Qwen2ForCausalLM"],
-                "sliding_window": 100,
-                "use_sliding_window": True,
-                "max_window_layers": 1,
-            },
-            *(100, 100),
+            GEMMA | {"sliding_window": 64, "sliding_window_pattern": 2},
+            64,
+            (True, False) * 3 + (True,),
         ),
-        (
-            {
-                "architectures": ["Qwen2ForCausalLM"],
-                "sliding_window": 100,
-                "use_sliding_window": True,
-                "max_window_layers": 2,  # no layer is left to slide
-            },
-            *(256, None),
-        ),
-        ({"sliding_window": 100}, 256, None),  # Llama has none, whatever its config says
     ],
 )
-def test_sliding_windows_clamp_the_length(
-    changes: dict[str, Any], max_len: int, window: int | None, tmp_path: Path
+def test_which_layers_see_a_window(
+    changes: dict[str, Any], window: int | None, windowed: tuple[bool, ...], tmp_path: Path
 ) -> None:
     spec = read_spec(write_config(tmp_path, **changes))
-    assert (spec.max_len, spec.sliding_window) == (max_len, window)
-    clamped = spec.max_len != changes.get("max_position_embeddings", 256)
-    assert any("sliding window" in note for note in spec.notes) == clamped
+    assert (spec.sliding_window, spec.windowed) == (window, windowed)
+    assert spec.max_len == 256  # however short the window
+
+
+def test_a_window_that_the_config_leaves_out_is_told(tmp_path: Path) -> None:
+    (note,) = read_spec(write_config(tmp_path, **MISTRAL)).notes
+    assert "Mistral's default is 4096" in note
+
+
+def test_gemma_ropes_of_both_spellings(tmp_path: Path) -> None:
+    """One for layers that see all, one for the others."""
+    kinds = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+    }
+    older = {
+        "rope_theta": 5e5,
+        "rope_local_base_freq": 2e4,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    }
+    for changes in ({"rope_parameters": kinds}, older):
+        spec = read_spec(write_config(tmp_path, **GEMMA, **changes))
+        assert spec.rope == RopeSpec(5e5, "linear", 8.0)
+        assert spec.window_rope == RopeSpec(2e4)
 
 
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported"),
+        (
+            GEMMA | {"final_logit_softcapping": 30.0},
+            "final_logit_softcapping = 30.0 is not",
+        ),
+        (GEMMA | {"hidden_activation": "relu"}, "hidden_activation = 'relu' is not supported"),
+        (GEMMA | {"layer_types": ["sliding_attention"]}, "1 layer_types for 7 layers"),
         ({"architectures": "left out"}, "architecture unnamed is not supported"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope scaling 'yarn'"),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope scaling 'dynamic'"),
@@ -242,8 +264,7 @@ def test_gguf_eos_and_window(tmp_path: Path) -> None:
     )
     spec = read_spec(path)
     assert spec.eos_token_ids == (2, 9)
-    assert (spec.max_len, spec.sliding_window) == (64, 64)
-    assert "sliding window of 64" in spec.notes[0]
+    assert (spec.max_len, spec.sliding_window, spec.windowed) == (256, 64, (True, True))
 
 
 def test_gguf_head_count_may_be_a_list(tmp_path: Path) -> None:
@@ -254,7 +275,7 @@ def test_gguf_head_count_may_be_a_list(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("metadata", "complaint"),
     [
-        ({"general__architecture": "gemma3"}, "GGUF architecture gemma3 is not supported"),
+        ({"general__architecture": "gemma"}, "GGUF architecture gemma is not supported"),
         ({"llama__rope__scaling__type": "yarn"}, "rope scaling 'yarn'"),
         ({"llama__rope__dimension_count": 4}, "llama.rope.dimension_count = 4"),
         ({"llama__attention__value_length": 4}, "llama.attention.value_length = 4"),

@@ -15,6 +15,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
     PreTrainedModel,
@@ -32,6 +33,7 @@ FAMILIES = {
     "mistral": MistralConfig,
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
+    "gemma3": Gemma3TextConfig,
 }
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -151,6 +153,11 @@ GGUF_LAYER = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+GGUF_GEMMA_LAYER = GGUF_LAYER | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 GGUF_TOP = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -169,12 +176,12 @@ def smollm2_path() -> Path:
     return Path(found.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(name: str, layer_names: dict[str, str] = GGUF_LAYER) -> str:
     stem, kind = name.rsplit(".", 1)
     if stem in GGUF_TOP:
         return f"{GGUF_TOP[stem]}.{kind}"
     _, _, layer, inner = stem.split(".", 3)
-    return f"blk.{layer}.{GGUF_LAYER[inner]}.{kind}"
+    return f"blk.{layer}.{layer_names[inner]}.{kind}"
 
 
 def permuted(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -195,6 +202,11 @@ def gguf_tensors(model: PreTrainedModel) -> dict[str, np.ndarray]:
         part = name.split(".")[-2]
         if part in heads and config.model_type in ("llama", "mistral"):
             rows = permuted(rows, heads[part])
+        if config.model_type == "gemma3_text":
+            # the converter adds what the model adds to its norms
+            rows = rows + 1 if part.endswith("norm") else rows
+            tensors[gguf_name(name, GGUF_GEMMA_LAYER)] = rows
+            continue
         tensors[gguf_name(name)] = rows
     return tensors
 
@@ -211,7 +223,9 @@ def write_gguf(
     `extra` are more metadata keys, dots written as double underscores, None to leave one out.
     """
     config = model.config
-    arch = {"mistral": "llama"}.get(config.model_type, config.model_type)
+    kind = config.model_type
+    arch = {"mistral": "llama", "gemma3_text": "gemma3"}.get(kind, kind)
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     head_dim = getattr(config, "head_dim", None)
     head_dim = head_dim or config.hidden_size // config.num_attention_heads
     metadata = {
@@ -225,7 +239,7 @@ def write_gguf(
         f"{arch}.attention.key_length": head_dim,
         f"{arch}.attention.value_length": head_dim,
         f"{arch}.rope.dimension_count": head_dim,
-        f"{arch}.rope.freq_base": config.rope_parameters["rope_theta"],
+        f"{arch}.rope.freq_base": rope["rope_theta"],
         f"{arch}.vocab_size": config.vocab_size,
         "tokenizer.ggml.bos_token_id": 1,
         "tokenizer.ggml.eos_token_id": 2,

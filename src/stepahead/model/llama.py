@@ -1,9 +1,12 @@
-"""The Llama architecture and its kin: Mistral, Qwen2, Qwen3. A plain model on one device.
+"""The Llama architecture and its kin: Mistral, Qwen2, Qwen3, Gemma 3. A plain model on one device.
 
 It knows arithmetic; it must not know requests, ranks or how its weights got here.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -14,21 +17,36 @@ from stepahead.model.attention import paged, varlen
 from stepahead.model.attention.paged import HeadShape
 from stepahead.model.batch import StepInputs
 from stepahead.model.layers import Linear, RMSNorm, Rope, empty_parameter, rotate
-from stepahead.model.spec import ModelSpec
+from stepahead.model.spec import Activation, ModelSpec
 
 StepAttention = paged.StepAttention | varlen.KernelAttention | varlen.GatherAttention
+_ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+
+
+@dataclass(frozen=True)
+class LayerStep:
+    """What a step is to the layers of a kind, those that see all or those that see a window:
+    rotations as `rotate` takes them, cells int64[T] to write to, and what to attend to."""
+
+    cos_dev: Tensor
+    signed_sin_dev: Tensor
+    cells_dev: Tensor
+    attention: StepAttention
 
 
 class Embedding(nn.Module):
-    """A vector for each token id."""
+    """A vector for each token id, times `scale`."""
 
-    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, scale: float | None = None) -> None:
         super().__init__()
         self.weight = empty_parameter(vocab_size, hidden_size)
+        self._scale = scale
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """int64[T] to [T, hidden]."""
-        return F.embedding(token_ids, self.weight)
+        found = F.embedding(token_ids, self.weight)
+        # the scale is rounded to the weights' dtype: models were trained with it so
+        return found if self._scale is None else found * found.new_tensor(self._scale)
 
 
 class Attention(nn.Module):
@@ -46,53 +64,61 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(spec.head_dim, spec.rms_eps) if spec.qk_norm else None
         self._qk_heads = spec.num_heads + spec.num_kv_heads
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, cells: Tensor, step: StepAttention, kv: KVPool
-    ) -> Tensor:
+    def forward(self, x: Tensor, step: LayerStep, kv: KVPool) -> Tensor:
         """[T, hidden] to the same."""
         qkv = self.qkv(x).view(x.shape[0], -1, self.head_dim)
         qk, v = qkv[:, : self._qk_heads], qkv[:, self._qk_heads :]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
             qk = torch.cat((self.q_norm(q), self.k_norm(k)), 1)
-        qk = rotate(qk, cos, sin)
+        qk = rotate(qk, step.cos_dev, step.signed_sin_dev)
         q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
-        kv.write(self.layer, cells, k, v)
-        return self.o(step.attend(q, k, v, kv.k[self.layer], kv.v[self.layer]))
+        kv.write(self.layer, step.cells_dev, k, v)
+        return self.o(step.attention.attend(q, k, v, kv.k[self.layer], kv.v[self.layer]))
 
 
 class MLP(nn.Module):
-    """down(silu(gate x) * up x), gate and up from one stacked matrix."""
+    """down(act(gate x) * up x), gate and up from one stacked matrix; act is `activation`."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(
+        self, hidden_size: int, size: int, bias: bool = False, activation: Activation = "silu"
+    ) -> None:
         super().__init__()
-        size = spec.intermediate_size
         self.size = size
-        self.gate_up = Linear(spec.hidden_size, (size, size), spec.mlp_bias)
-        self.down = Linear(size, (spec.hidden_size,), spec.mlp_bias)
+        self.gate_up = Linear(hidden_size, (size, size), bias)
+        self.down = Linear(size, (hidden_size,), bias)
+        self._activate = _ACTIVATIONS[activation]
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden] to the same."""
         both = self.gate_up(x)
-        return self.down(F.silu(both[:, : self.size]).mul_(both[:, self.size :]))
+        return self.down(self._activate(both[:, : self.size]).mul_(both[:, self.size :]))
 
 
 class Layer(nn.Module):
-    """Attention and MLP, each behind a norm and added to what came in."""
+    """Attention and MLP, each behind a norm, before another one where the spec says so, and added
+    to what came in.  `windowed`: it sees a window only."""
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(spec.hidden_size, spec.rms_eps)
-        self.attention = Attention(spec, layer)
-        self.mlp_norm = RMSNorm(spec.hidden_size, spec.rms_eps)
-        self.mlp = MLP(spec)
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, cells: Tensor, step: StepAttention, kv: KVPool
-    ) -> Tensor:
+        def norm() -> RMSNorm:
+            return RMSNorm(spec.hidden_size, spec.rms_eps)
+
+        self.windowed = spec.sees_window(layer)
+        self.attention_norm = norm()
+        self.attention = Attention(spec, layer)
+        self.after_attention_norm = norm() if spec.post_norms else None
+        self.mlp_norm = norm()
+        self.mlp = MLP(spec.hidden_size, spec.intermediate_size, spec.mlp_bias, spec.activation)
+        self.after_mlp_norm = norm() if spec.post_norms else None
+
+    def forward(self, x: Tensor, step: LayerStep, kv: KVPool) -> Tensor:
         """[T, hidden] to the same; x itself is overwritten."""
-        x += self.attention(self.attention_norm(x), cos, sin, cells, step, kv)
-        x += self.mlp(self.mlp_norm(x))
+        seen = self.attention(self.attention_norm(x), step, kv)
+        x += seen if self.after_attention_norm is None else self.after_attention_norm(seen)
+        made = self.mlp(self.mlp_norm(x))
+        x += made if self.after_mlp_norm is None else self.after_mlp_norm(made)
         return x
 
 
@@ -108,8 +134,11 @@ class Llama(nn.Module):
         super().__init__()
         self.spec = spec
         self.vocab_size = spec.vocab_size
-        self.embed = Embedding(spec.vocab_size, spec.hidden_size)
+        self.embed = Embedding(spec.vocab_size, spec.hidden_size, spec.embed_scale)
         self.rope = Rope(spec.rope, spec.head_dim, spec.max_len)
+        self.window_rope = self.rope
+        if spec.window_rope is not None:
+            self.window_rope = Rope(spec.window_rope, spec.head_dim, spec.max_len)
         self.layers = nn.ModuleList(Layer(spec, index) for index in range(spec.num_layers))
         self.norm = RMSNorm(spec.hidden_size, spec.rms_eps)
         # no layer comes after it that could amplify its rounding
@@ -121,13 +150,22 @@ class Llama(nn.Module):
 
     def run(self, x: Tensor, inputs: StepInputs, kv: KVPool) -> Tensor:
         """The layers alone: [T, hidden] to the same; x itself is overwritten."""
-        cos, sin = self.rope(inputs.positions_dev, x.dtype)
+        kinds = {layer.windowed for layer in self._layers()}
+        steps = {windowed: self._lay_out(x, inputs, kv, windowed) for windowed in kinds}
+        for layer in self._layers():
+            x = layer(x, steps[layer.windowed], kv)
+        return x
+
+    def _layers(self) -> list[Layer]:
+        return list(self.layers)  # type: ignore[arg-type]  # a ModuleList forgets what it holds
+
+    def _lay_out(self, x: Tensor, inputs: StepInputs, kv: KVPool, windowed: bool) -> LayerStep:
         # on the CPU lengths cost nothing to look at, and looking saves memory traffic
         lay_out = paged.lay_out if x.device.type == "cpu" else varlen.lay_out
-        step = lay_out(inputs, self._heads(kv.page_size))
-        for layer in self.layers:
-            x = layer(x, cos, sin, inputs.cells_dev, step, kv)
-        return x
+        rope = self.window_rope if windowed else self.rope
+        cos, signed_sin = rope(inputs.positions_dev, x.dtype)
+        attention = lay_out(inputs, self._heads(kv.page_size, windowed))
+        return LayerStep(cos, signed_sin, inputs.cells_dev, attention)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32[R, vocab] of hidden states [R, hidden]."""
@@ -145,14 +183,21 @@ class Llama(nn.Module):
     def can_capture(self, page_size: int, max_pages: int) -> bool:
         """Whether a decode step can be captured, with page tables of `max_pages` columns, and costs
         no more for it."""
-        return varlen.can_capture(self._heads(page_size), self._weight.device, max_pages)
+        kinds = {layer.windowed for layer in self._layers()}
+        return all(
+            varlen.can_capture(self._heads(page_size, windowed), self._weight.device, max_pages)
+            for windowed in kinds
+        )
 
     @property
     def _weight(self) -> Tensor:
         """Any: they are all of one dtype, on one device."""
         return next(self.parameters())
 
-    def _heads(self, page_size: int) -> HeadShape:
+    def _heads(self, page_size: int, windowed: bool) -> HeadShape:
         spec = self.spec
-        dtype = self._weight.dtype
-        return HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, dtype, page_size)
+        return HeadShape(
+            *(spec.num_heads, spec.num_kv_heads, spec.head_dim, self._weight.dtype, page_size),
+            scale=spec.attention_scale,
+            window=spec.sliding_window if windowed else None,
+        )

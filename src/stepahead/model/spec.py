@@ -1,4 +1,4 @@
-"""What a model is, read from a folder's config.json or a GGUF file's metadata.
+"""What a model is, read from a folder's config.json; GGUF files are read by `gguf_spec.py`.
 
 It knows names, sizes and rules of architectures; it must not know weights, nor import torch.
 What can't be computed exactly is refused by name, or changed with a note in `ModelSpec.notes`.
@@ -7,7 +7,7 @@ What can't be computed exactly is refused by name, or changed with a note in `Mo
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
@@ -17,6 +17,7 @@ from stepahead.errors import UnsupportedModel, WeightError
 
 Format = Literal["safetensors", "gguf", "random"]
 RopeScaling = Literal["none", "linear", "llama3", "table"]
+Activation = Literal["silu", "gelu_tanh"]
 
 # Hugging Face's name of an architecture, and the class that computes it.
 ARCHITECTURES = {
@@ -24,13 +25,10 @@ ARCHITECTURES = {
     "MistralForCausalLM": "stepahead.model.llama:Llama",
     "Qwen2ForCausalLM": "stepahead.model.llama:Llama",
     "Qwen3ForCausalLM": "stepahead.model.llama:Llama",
+    "Gemma3ForCausalLM": "stepahead.model.llama:Llama",
 }
-# `general.architecture` of a GGUF file; Mistral files say "llama".
-GGUF_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
+GEMMA = "Gemma3ForCausalLM"
+GEMMA_PERIOD = 6  # every sixth layer sees all, the others a window
 
 
 @dataclass(frozen=True)
@@ -58,6 +56,11 @@ class ModelSpec:
     """Everything that a model's arrays and arithmetic follow from. Raises UnsupportedModel.
 
     `max_len` counts token positions. `notes` says what was changed from the file, and why.
+
+    `windowed` says of each layer whether its queries see the last `sliding_window` positions only,
+    () where none does; such layers have `window_rope` where it is given.  `post_norms`: what
+    attention and MLP give is normed as well.  `norm_offset` is added to the norms' weights as they
+    are stored.  `embed_scale` and `attention_scale`: None for 1 and for 1 / sqrt(head_dim).
     """
 
     architecture: str
@@ -81,6 +84,13 @@ class ModelSpec:
     path: str = ""
     format: Format = "random"
     sliding_window: int | None = None
+    windowed: tuple[bool, ...] = ()
+    window_rope: RopeSpec | None = None
+    activation: Activation = "silu"
+    post_norms: bool = False
+    norm_offset: float = 0.0
+    embed_scale: float | None = None
+    attention_scale: float | None = None
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -93,11 +103,17 @@ class ModelSpec:
             self._refuse(f"{self.num_heads} heads can't share {self.num_kv_heads} KV heads evenly")
         if self.head_dim % 2:
             self._refuse(f"rotary positions need an even head_dim, not {self.head_dim}")
+        if self.windowed and len(self.windowed) != self.num_layers:
+            self._refuse(f"{len(self.windowed)} layer_types for {self.num_layers} layers")
         if self.rope.scaling == "table" and len(self.rope.divisors) != self.head_dim // 2:
             self._refuse(
                 f"rope_freqs.weight has {len(self.rope.divisors)} values, expected head_dim / 2 = "
                 f"{self.head_dim // 2}"
             )
+
+    def sees_window(self, layer: int) -> bool:
+        """Whether the layer's queries see no more than `sliding_window` positions."""
+        return bool(self.windowed) and self.windowed[layer]
 
     def _refuse(self, reason: str) -> NoReturn:
         raise UnsupportedModel(f"{self.path or 'the model'}: {reason}; choose another model")
@@ -118,7 +134,9 @@ def read_spec(path: str | Path) -> ModelSpec:
     if os.path.isdir(path):  # not Path's own, which raises for a name that is too long
         return _read_folder(path)
     if path.suffix == ".gguf":
-        return _read_gguf(path)
+        from stepahead.model.gguf_spec import read_gguf_spec  # 0.1 s that folders need not pay
+
+        return read_gguf_spec(path)
     if not os.path.exists(path):
         raise WeightError(f"{path}: no such file or folder; give a model's folder or a .gguf file")
     raise UnsupportedModel(f"{path}: neither a folder nor a .gguf file; give one of these")
@@ -144,8 +162,8 @@ class _Rope(msgspec.Struct):
     high_freq_factor: _Positive | None = None
     original_max_position_embeddings: _Count | None = None
     partial_rotary_factor: float | None = None
-    full_attention: Any = None
-    sliding_attention: Any = None
+    full_attention: _Rope | None = None
+    sliding_attention: _Rope | None = None
 
 
 class _Config(msgspec.Struct):
@@ -168,7 +186,7 @@ class _Config(msgspec.Struct):
     partial_rotary_factor: float | None = None
     attention_bias: bool = False
     mlp_bias: bool = False
-    tie_word_embeddings: bool = False
+    tie_word_embeddings: bool | None = None
     use_sliding_window: bool = False
     sliding_window: _Count | msgspec.UnsetType | None = msgspec.UNSET
     max_window_layers: int = 28
@@ -176,6 +194,14 @@ class _Config(msgspec.Struct):
     eos_token_id: int | list[int] | None = None
     bos_token_id: int | list[int] | None = None
     quantization_config: dict[str, Any] | None = None
+    # of Gemma 3 alone
+    hidden_activation: str = "gelu_pytorch_tanh"
+    query_pre_attn_scalar: _Positive = 256.0
+    rope_local_base_freq: _Positive = 10_000.0
+    sliding_window_pattern: _Count = GEMMA_PERIOD
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    use_bidirectional_attention: bool | None = False
 
 
 class _Generation(msgspec.Struct):
@@ -191,32 +217,49 @@ def _read_folder(folder: Path) -> ModelSpec:
             f"model with one of {', '.join(ARCHITECTURES)}"
         )
     config = _decode(file, _Config)
-    _refuse_variants(file, config)
-    window, notes = _folder_window(kinds[0], config)
-    return _clamp_to_window(
-        ModelSpec(
-            architecture=kinds[0],
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_layers=config.num_hidden_layers,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=_kv_heads(file, kinds[0], config),
-            head_dim=_head_dim(file, kinds[0], config),
-            max_len=config.max_position_embeddings,
-            rms_eps=config.rms_norm_eps,
-            rope=_folder_rope(file, config),
-            tied_head=config.tie_word_embeddings,
-            **_biases(kinds[0], config),
-            qk_norm=kinds[0] == "Qwen3ForCausalLM",
-            eos_token_ids=_folder_eos(folder, config),
-            bos_token_id=config.bos_token_id if isinstance(config.bos_token_id, int) else None,
-            path=str(folder),
-            format="safetensors",
-            sliding_window=window,
-            notes=notes,
-        )
+    _refuse_variants(file, kinds[0], config)
+    window, windowed, notes = _folder_window(kinds[0], config)
+    rope, window_rope = _folder_ropes(file, kinds[0], config)
+    return ModelSpec(
+        architecture=kinds[0],
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_layers=config.num_hidden_layers,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=_kv_heads(file, kinds[0], config),
+        head_dim=_head_dim(file, kinds[0], config),
+        max_len=config.max_position_embeddings,
+        rms_eps=config.rms_norm_eps,
+        rope=rope,
+        window_rope=window_rope,
+        tied_head=_tied(kinds[0], config),
+        **_biases(kinds[0], config),
+        qk_norm=kinds[0] in ("Qwen3ForCausalLM", GEMMA),
+        eos_token_ids=_folder_eos(folder, config),
+        bos_token_id=config.bos_token_id if isinstance(config.bos_token_id, int) else None,
+        path=str(folder),
+        format="safetensors",
+        sliding_window=window,
+        windowed=windowed,
+        notes=notes,
+        **(_gemma_ways(config) if kinds[0] == GEMMA else {}),
     )
+
+
+def _tied(architecture: str, config: _Config) -> bool:
+    given = config.tie_word_embeddings
+    return architecture == GEMMA if given is None else given
+
+
+def _gemma_ways(config: _Config) -> dict[str, Any]:
+    return {
+        "activation": "gelu_tanh",
+        "post_norms": True,
+        "norm_offset": 1.0,
+        "embed_scale": config.hidden_size**0.5,
+        "attention_scale": config.query_pre_attn_scalar**-0.5,
+    }
 
 
 def _decode(file: Path, kind: type[_Struct]) -> _Struct:
@@ -230,8 +273,10 @@ def _decode(file: Path, kind: type[_Struct]) -> _Struct:
         raise WeightError(f"{file}: not JSON: {error}; download it again") from error
 
 
-def _refuse_variants(file: Path, config: _Config) -> None:
-    if config.hidden_act != "silu":
+def _refuse_variants(file: Path, architecture: str, config: _Config) -> None:
+    if architecture == GEMMA:
+        _refuse_gemma_variants(file, config)
+    elif config.hidden_act != "silu":
         raise UnsupportedModel(
             f"{file}: hidden_act '{config.hidden_act}' is not supported, only 'silu'"
         )
@@ -243,7 +288,19 @@ def _refuse_variants(file: Path, config: _Config) -> None:
         )
 
 
-def _biases(architecture: str, config: _Config) -> dict[str, bool]:
+def _refuse_gemma_variants(file: Path, config: _Config) -> None:
+    for name, only in (
+        ("hidden_activation", "gelu_pytorch_tanh"),
+        ("attn_logit_softcapping", None),
+        ("final_logit_softcapping", None),
+        ("use_bidirectional_attention", False),
+    ):
+        value = getattr(config, name)
+        if value != only and value:
+            raise UnsupportedModel(f"{file}: {name} = {value!r} is not supported, only {only!r}")
+
+
+def _biases(architecture: str, config: _Config) -> dict[str, Any]:
     """Which matrices have a bias: a rule of the architecture or an option of its config."""
     attention = config.attention_bias and architecture != "MistralForCausalLM"
     if architecture == "Qwen2ForCausalLM":
@@ -266,16 +323,30 @@ def _kv_heads(file: Path, architecture: str, config: _Config) -> int:
 def _head_dim(file: Path, architecture: str, config: _Config) -> int:
     if config.head_dim is not None:
         return config.head_dim
-    if architecture == "Qwen3ForCausalLM":
+    if architecture in ("Qwen3ForCausalLM", GEMMA):
         raise UnsupportedModel(f"{file}: head_dim is missing; add it")
     return config.hidden_size // config.num_attention_heads
 
 
-def _folder_rope(file: Path, config: _Config) -> RopeSpec:
+def _folder_ropes(
+    file: Path, architecture: str, config: _Config
+) -> tuple[RopeSpec, RopeSpec | None]:
+    """Those of layers that see all, and of layers that see a window where they have their own."""
     given = config.rope_scaling or config.rope_parameters or _Rope()
-    if given.full_attention is not None or given.sliding_attention is not None:
-        raise UnsupportedModel(f"{file}: one rope for each kind of layer is not supported")
-    theta = given.rope_theta or config.rope_theta or 10_000.0
+    if architecture != GEMMA:
+        if given.full_attention is not None or given.sliding_attention is not None:
+            raise UnsupportedModel(f"{file}: one rope for each kind of layer is not supported")
+        return _folder_rope(file, config, given, config.rope_theta or 10_000.0), None
+    local = config.rope_local_base_freq
+    everywhere = config.rope_theta or 1_000_000.0
+    return (
+        _folder_rope(file, config, given.full_attention or given, everywhere),
+        _folder_rope(file, config, given.sliding_attention or _Rope(), local),
+    )
+
+
+def _folder_rope(file: Path, config: _Config, given: _Rope, theta: float) -> RopeSpec:
+    theta = given.rope_theta or theta
     partial = given.partial_rotary_factor or config.partial_rotary_factor or 1.0
     if partial != 1.0:
         raise UnsupportedModel(f"{file}: partial_rotary_factor {partial} is not supported, only 1")
@@ -309,10 +380,10 @@ def _need(file: Path, kind: str, rope: _Rope, name: str) -> float:
 def _folder_eos(folder: Path, config: _Config) -> tuple[int, ...]:
     file = folder / "generation_config.json"
     generation = _decode(file, _Generation) if file.exists() else _Generation()
-    return _ids(config.eos_token_id, generation.eos_token_id)
+    return distinct_ids(config.eos_token_id, generation.eos_token_id)
 
 
-def _ids(*given: int | list[int] | None) -> tuple[int, ...]:
+def distinct_ids(*given: int | list[int] | None) -> tuple[int, ...]:
     """All ids once, in the order given."""
     ids: dict[int, None] = {}
     for item in given:
@@ -320,158 +391,32 @@ def _ids(*given: int | list[int] | None) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _folder_window(architecture: str, config: _Config) -> tuple[int | None, tuple[str, ...]]:
-    """The sliding window that some layer applies, or None."""
-    window = config.sliding_window
+def _folder_window(
+    architecture: str, config: _Config
+) -> tuple[int | None, tuple[bool, ...], tuple[str, ...]]:
+    """The sliding window, which layers have it, and notes; None and () where none has."""
+    window, notes = config.sliding_window, ()
+    if window is msgspec.UNSET and architecture != "LlamaForCausalLM":
+        # what the architecture's config class fills in, so the model has it
+        window = 512 if architecture == GEMMA else 4096
+        if architecture == "MistralForCausalLM":
+            notes = ("sliding_window is not in config.json; Mistral's default is 4096",)
+    windowed = _windowed(architecture, config)
+    if not isinstance(window, int) or not any(windowed):
+        return None, (), ()
+    return window, windowed, notes
+
+
+def _windowed(architecture: str, config: _Config) -> tuple[bool, ...]:
+    """Which layers see a window if there is one: a rule of the architecture, or as listed."""
+    count = config.num_hidden_layers
     if architecture == "MistralForCausalLM":
-        if window is msgspec.UNSET:  # Mistral's config class fills this in, so the model has it
-            return 4096, ("sliding_window is not in config.json; Mistral's default is 4096",)
-        return window, ()
-    if not architecture.startswith("Qwen") or not config.use_sliding_window:
-        return None, ()
-    slides = (
-        "sliding_attention" in config.layer_types
-        if config.layer_types is not None
-        else config.max_window_layers < config.num_hidden_layers
-    )
-    if window is msgspec.UNSET:
-        window = 4096
-    return (window if slides else None), ()
-
-
-def _clamp_to_window(spec: ModelSpec) -> ModelSpec:
-    # Up to the window's length, attention through the window is full attention.
-    window = spec.sliding_window
-    if window is None or window >= spec.max_len:
-        return spec
-    note = (
-        f"max_len {spec.max_len} -> {window}: the model attends through a sliding window of "
-        f"{window} positions, which is not supported beyond its own length"
-    )
-    return replace(spec, max_len=window, notes=(*spec.notes, note))
-
-
-# --- GGUF files -------------------------------------------------------------------------------
-
-
-class _Metadata:
-    """The metadata of one GGUF file; missing or mistyped keys are errors that name file and key."""
-
-    def __init__(self, path: Path, values: dict[str, Any], architecture: str) -> None:
-        self.path = path
-        self.values = values
-        self.architecture = architecture
-
-    def count(self, key: str, default: int | None = None) -> int:
-        value = self._get(key, default)
-        if isinstance(value, list) and value and len(set(value)) == 1:
-            value = value[0]  # some files give one value a layer
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            self._wrong(key, value, "one whole number of at least 1")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self._get(key, default)
-        if not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
-            self._wrong(key, value, "a number of at least 0")
-        return float(value)
-
-    def optional(self, key: str) -> Any:
-        return self.values.get(f"{self.architecture}.{key}")
-
-    def token_id(self, kind: str) -> int | None:
-        value = self.values.get(f"tokenizer.ggml.{kind}_token_id")
-        return value if isinstance(value, int) else None
-
-    def refuse(self, key: str, unless: Any) -> None:
-        """Refuse the file if the key is there with another value than `unless`."""
-        value = self.optional(key)
-        if value is not None and value != unless:
-            raise UnsupportedModel(
-                f"{self.path}: {self.architecture}.{key} = {value} is not supported, only {unless}"
-            )
-
-    def _get(self, key: str, default: Any) -> Any:
-        value = self.optional(key)
-        return default if value is None else value
-
-    def _wrong(self, key: str, value: Any, expected: str) -> NoReturn:
-        raise UnsupportedModel(
-            f"{self.path}: {self.architecture}.{key} is {value!r}, expected {expected}; convert "
-            "the model again"
-        )
-
-
-def _read_gguf(path: Path) -> ModelSpec:
-    from stepahead.model.gguf import GGUFFile, open_gguf  # 0.1 s that folders need not pay
-
-    file: GGUFFile = open_gguf(path)
-    kind = file.metadata.get("general.architecture")
-    if kind not in GGUF_ARCHITECTURES:
-        raise UnsupportedModel(
-            f"{path}: GGUF architecture {kind} is not supported; choose a model with one of "
-            f"{', '.join(GGUF_ARCHITECTURES)}"
-        )
-    meta = _Metadata(path, file.metadata, kind)
-    heads, hidden = meta.count("attention.head_count"), meta.count("embedding_length")
-    head_dim = meta.count("attention.key_length", hidden // heads)
-    _refuse_gguf_variants(meta, head_dim)
-    embedding = file.tensors.get("token_embd.weight")
-    if embedding is None:
-        raise WeightError(f"{path}: tensor 'token_embd.weight' is missing; convert the model again")
-    window = meta.number("attention.sliding_window", 0.0)
-    return _clamp_to_window(
-        ModelSpec(
-            architecture=GGUF_ARCHITECTURES[kind],
-            vocab_size=embedding.shape[0],
-            hidden_size=hidden,
-            intermediate_size=meta.count("feed_forward_length"),
-            num_layers=meta.count("block_count"),
-            num_heads=heads,
-            num_kv_heads=meta.count("attention.head_count_kv", heads),
-            head_dim=head_dim,
-            max_len=meta.count("context_length"),
-            rms_eps=meta.number("attention.layer_norm_rms_epsilon"),
-            rope=_gguf_rope(meta, file),
-            tied_head="output.weight" not in file.tensors,
-            qkv_bias="blk.0.attn_q.bias" in file.tensors,
-            o_bias="blk.0.attn_output.bias" in file.tensors,
-            mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
-            qk_norm=kind == "qwen3",
-            eos_token_ids=_ids(meta.token_id("eos"), meta.token_id("eot")),
-            bos_token_id=meta.token_id("bos"),
-            path=str(path),
-            format="gguf",
-            sliding_window=int(window) or None,
-        )
-    )
-
-
-def _refuse_gguf_variants(meta: _Metadata, head_dim: int) -> None:
-    parts = meta.values.get("split.count", 1)
-    if parts not in (0, 1):
-        raise UnsupportedModel(
-            f"{meta.path}: one of {parts} parts; join them first (llama-gguf-split --merge)"
-        )
-    meta.refuse("attention.value_length", unless=head_dim)
-    meta.refuse("rope.dimension_count", unless=head_dim)
-    meta.refuse("expert_count", unless=0)
-    meta.refuse("attention.causal", unless=True)
-    meta.refuse("attention.scale", unless=0.0)
-
-
-def _gguf_rope(meta: _Metadata, file: Any) -> RopeSpec:
-    theta = meta.number("rope.freq_base", 10_000.0)
-    kind = meta.optional("rope.scaling.type") or "linear"  # llama.cpp's default; factor 1 is none
-    if kind not in ("none", "linear"):
-        raise UnsupportedModel(
-            f"{meta.path}: rope scaling '{kind}' is not supported, only none, linear and a tensor "
-            "rope_freqs.weight"
-        )
-    older = meta.number("rope.scale_linear", 0.0)  # what the key was called in 2023
-    factor = meta.number("rope.scaling.factor", older) if kind == "linear" else 1.0
-    factor = factor or 1.0
-    if "rope_freqs.weight" in file.tensors:
-        divisors = file.dequantize("rope_freqs.weight", file.blocks("rope_freqs.weight"))
-        return RopeSpec(theta, "table", factor, divisors=tuple(divisors.ravel().tolist()))
-    return RopeSpec(theta) if factor == 1.0 else RopeSpec(theta, "linear", factor)
+        return (True,) * count
+    if architecture == GEMMA or (architecture.startswith("Qwen") and config.use_sliding_window):
+        if config.layer_types is not None:
+            return tuple(kind == "sliding_attention" for kind in config.layer_types)
+        if architecture == GEMMA:
+            period = config.sliding_window_pattern
+            return tuple((layer + 1) % period != 0 for layer in range(count))
+        return tuple(layer >= config.max_window_layers for layer in range(count))
+    return ()  # Llama has none, whatever its config says

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from stepahead.errors import UnsupportedModel, WeightError
 from stepahead.model.gguf import GGUFFile, open_gguf
-from stepahead.model.layers import Linear, pack_linears
+from stepahead.model.layers import Linear, RMSNorm, pack_linears
 from stepahead.model.llama import Llama
 from stepahead.model.spec import ARCHITECTURES, ModelSpec
 
@@ -41,6 +41,12 @@ _LAYER_PARTS = {
     "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "mlp.down": ("mlp.down_proj",),
 }
+# where attention and MLP are normed before and after
+_POST_NORM_PARTS = _LAYER_PARTS | {
+    "after_attention_norm": ("post_attention_layernorm",),
+    "mlp_norm": ("pre_feedforward_layernorm",),
+    "after_mlp_norm": ("post_feedforward_layernorm",),
+}
 _TOP_PARTS = {"embed": ("model.embed_tokens",), "norm": ("model.norm",), "head": ("lm_head",)}
 # Hugging Face's names -> GGUF's.
 _GGUF_LAYER = {
@@ -55,6 +61,11 @@ _GGUF_LAYER = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+}
+_GGUF_POST_NORM_LAYER = _GGUF_LAYER | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }
 _GGUF_TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 # Dequantised at a time; a whole embedding would be gigabytes of float32.
@@ -121,7 +132,8 @@ def _without_memory(spec: ModelSpec) -> Llama:
 def _ready(model: Llama, device: str) -> Llama:
     if model.spec.tied_head and isinstance(model.head, Linear):
         model.head.weight = model.embed.weight
-    model.rope.to(device)  # the only tensors that are neither read nor drawn
+    for rope in (model.rope, model.window_rope):
+        rope.to(device)  # the only tensors that are neither read nor drawn
     pack_linears(model)
     return model.eval()
 
@@ -142,25 +154,30 @@ def _stored(model: Llama) -> Iterator[tuple[nn.Module, str, nn.Parameter, list[s
     """As `_parameters`, each with the names of the tensors that are stacked in it."""
     paths = {module: path for path, module in model.named_modules()}
     for module, name, parameter in _parameters(model):
-        parts = _hugging_face_names(paths[module])
+        parts = _hugging_face_names(paths[module], model.spec)
         yield module, name, parameter, [f"{part}.{name}" for part in parts]
 
 
 def _fill(model: Llama, source: WeightSource, dtype: torch.dtype, device: str) -> None:
     for module, name, parameter, parts in _stored(model):
         rows = module.parts if isinstance(module, Linear) else (parameter.shape[0],)
-        value = torch.empty(parameter.shape, dtype=dtype, device=device)
+        offset = model.spec.norm_offset if isinstance(module, RMSNorm) else 0.0
+        # 1 + weight would lose most of a bfloat16 weight
+        value = torch.empty(
+            parameter.shape, dtype=torch.float32 if offset else dtype, device=device
+        )
         for part, target in zip(parts, value.split(rows), strict=True):
             source.copy_into(part, target)
-        _assign(module, name, value)
+        _assign(module, name, value.add_(offset) if offset else value)
 
 
-def _hugging_face_names(path: str) -> tuple[str, ...]:
+def _hugging_face_names(path: str, spec: ModelSpec) -> tuple[str, ...]:
     """The tensors stacked in our module `path`, without .weight or .bias."""
     if path in _TOP_PARTS:
         return _TOP_PARTS[path]
     _, layer, inner = path.split(".", 2)
-    return tuple(f"model.layers.{layer}.{part}" for part in _LAYER_PARTS[inner])
+    parts = _POST_NORM_PARTS if spec.post_norms else _LAYER_PARTS
+    return tuple(f"model.layers.{layer}.{part}" for part in parts[inner])
 
 
 def _refuse_unread(spec: ModelSpec, unread: set[str]) -> None:
@@ -302,13 +319,15 @@ class _GGUFSource:
     def __init__(self, spec: ModelSpec, file: GGUFFile) -> None:
         self._spec = spec
         self._file = file
-        self._homes = {ours: name for name in file.tensors if (ours := _from_gguf(name))}
+        self._inner = _GGUF_POST_NORM_LAYER if spec.post_norms else _GGUF_LAYER
+        ours = ((_from_gguf(name, self._inner), name) for name in file.tensors)
+        self._homes = {our: name for our, name in ours if our}
 
     def names(self) -> set[str]:
         return set(self._homes)
 
     def copy_into(self, name: str, target: Tensor) -> None:
-        home = self._homes.get(name, _to_gguf(name))
+        home = self._homes.get(name, _to_gguf(name, self._inner))
         tensor = self._file.tensors.get(home)
         if tensor is None:
             raise WeightError(
@@ -338,16 +357,16 @@ class _GGUFSource:
         return pairs.swapaxes(1, 2).reshape(blocks.shape)
 
 
-def _to_gguf(name: str) -> str:
+def _to_gguf(name: str, inner_names: dict[str, str]) -> str:
     """GGUF's name of a tensor: model.layers.3.mlp.up_proj.weight -> blk.3.ffn_up.weight."""
     stem, kind = name.rsplit(".", 1)
     if stem in _GGUF_TOP:
         return f"{_GGUF_TOP[stem]}.{kind}"
     _, _, layer, inner = stem.split(".", 3)
-    return f"blk.{layer}.{_GGUF_LAYER[inner]}.{kind}"
+    return f"blk.{layer}.{inner_names[inner]}.{kind}"
 
 
-def _from_gguf(name: str) -> str | None:
+def _from_gguf(name: str, inner_names: dict[str, str]) -> str | None:
     """The way back; a name unknown to us stays as it is, None for what the spec has read."""
     if name == "rope_freqs.weight":
         return None
@@ -355,7 +374,7 @@ def _from_gguf(name: str) -> str | None:
     top = {theirs: ours for ours, theirs in _GGUF_TOP.items()}
     if stem in top:
         return f"{top[stem]}.{kind}"
-    inner = {theirs: ours for ours, theirs in _GGUF_LAYER.items()}
+    inner = {theirs: ours for ours, theirs in inner_names.items()}
     begin, _, rest = stem.removeprefix("blk.").partition(".")
     if stem.startswith("blk.") and rest in inner:
         return f"model.layers.{begin}.{inner[rest]}.{kind}"

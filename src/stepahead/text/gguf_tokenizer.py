@@ -113,9 +113,6 @@ _CONTROL: Final = 3
 _USER_DEFINED: Final = 4
 _BYTE: Final = 6
 
-# Sentencepiece vocabularies whose scores are not the order of their merges.
-_UNORDERED: Final = frozenset({"gemma", "gemma2", "gemma3", "gemma3n"})
-
 
 def load_gguf(path: Path) -> Parts:
     """The tokenizer that the file describes.
@@ -265,12 +262,6 @@ def _sentencepiece(meta: _Metadata) -> _Built:
     """As llama.cpp and sentencepiece do it: a space goes before every stretch of plain text."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    architecture = meta.text("general.architecture")
-    if architecture in _UNORDERED:
-        raise UnsupportedModel(
-            f"{meta.path}: the scores in a GGUF file of {architecture} do not give its merges; "
-            "use the model's Hugging Face folder"
-        )
     unknown = meta.index("tokenizer.ggml.unknown_token_id") or 0
     merges = _merges(meta) if meta.has("tokenizer.ggml.merges") else _scored_merges(meta)
     backend = Tokenizer(

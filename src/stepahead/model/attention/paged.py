@@ -38,17 +38,30 @@ _GATHERED_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class HeadShape:
-    """How queries, keys and values of one token are divided."""
+    """How queries, keys and values of one token are divided, and what a query sees: the last
+    `window` positions, its own among them; all up to its own if None.
+
+    `scale` is what scores are multiplied with, 1 / sqrt(head_dim) if None.
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
     page_size: int
+    scale: float | None = None
+    window: int | None = None
 
     @property
     def cell_bytes(self) -> int:
         return self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    def cells_read(self, longest: int) -> int:
+        """How many cells of whole pages hold what rows of up to `longest` positions see."""
+        pages = -(-longest // self.page_size)
+        if self.window is not None:  # as many as its positions can touch, wherever they begin
+            pages = min(pages, -(-(self.window - 1) // self.page_size) + 1)
+        return pages * self.page_size
 
 
 @dataclass(frozen=True)
@@ -57,7 +70,7 @@ class DecodeGroup:
 
     rows_dev    int64[n] their places among the decode rows, None when it is all of them in order
     pages_dev   int64[n * L / page_size]
-    mask_dev    [n, 1, L], 0 where a cell is the row's and -inf past its end
+    mask_dev    [n, 1, L], 0 where the row sees a cell and -inf elsewhere
     values_dev  int64[n * heads * L], rows of the value pool seen as [cells * kv_heads, head_dim]
     starts_dev  int64[n * heads], where each head's part of values_dev begins
     """
@@ -71,10 +84,13 @@ class DecodeGroup:
 
 @dataclass(frozen=True)
 class ChunkReads:
-    """One chunk and its mask [count, context_len]; None for a prompt from its first token on."""
+    """One chunk, the pages int64[p] that it reads, and its mask [count, n] over their n first
+    cells; None for a prompt from its first token on, of which each sees all before it."""
 
     row: ChunkRow
+    pages_dev: Tensor
     mask_dev: Tensor | None
+    scale: float | None
 
     @property
     def place(self) -> slice:
@@ -84,14 +100,16 @@ class ChunkReads:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor) -> Tensor:
         """[count, heads, head_dim] for the chunk's own q, k and v, and one layer's pages."""
         if self.mask_dev is not None:
-            k = k_pages.index_select(0, self.row.pages_dev).flatten(0, 1)[: self.row.context_len]
-            v = v_pages.index_select(0, self.row.pages_dev).flatten(0, 1)[: self.row.context_len]
+            cells = self.mask_dev.shape[1]
+            k = k_pages.index_select(0, self.pages_dev).flatten(0, 1)[:cells]
+            v = v_pages.index_select(0, self.pages_dev).flatten(0, 1)[:cells]
         out = F.scaled_dot_product_attention(
             q.transpose(0, 1).unsqueeze(0),
             k.transpose(0, 1).unsqueeze(0),
             v.transpose(0, 1).unsqueeze(0),
             attn_mask=self.mask_dev,
             is_causal=self.mask_dev is None,
+            scale=self.scale,
             enable_gqa=True,
         )
         return out[0].transpose(0, 1)
@@ -152,12 +170,15 @@ def lay_out(inputs: StepInputs, shape: HeadShape) -> StepAttention:
     device = inputs.token_ids_dev.device
     per_kv_head = shape.num_heads // shape.num_kv_heads
     own_head = own_heads(shape, device)
+    bounds = inputs.decode_bounds
+    if shape.window is not None:
+        bounds = np.minimum(bounds, shape.cells_read(inputs.max_decode_len))
     kv_head_dev = torch.arange(shape.num_heads, device=device).view(1, -1, 1) // per_kv_head
     # An empty row has no softmax; its NaN would be written to its page and spread from there.
     lens_dev = inputs.decode_lens_dev.clamp(min=1)
     groups = tuple(
         _decode_group(inputs.decode_pages_dev, lens_dev, shape, kv_head_dev, rows, longest)
-        for rows, longest in group_rows(np.maximum(inputs.decode_bounds, 1).tolist(), shape)
+        for rows, longest in group_rows(np.maximum(bounds, 1).tolist(), shape)
     )
     return StepAttention(shape, inputs.n_decode, own_head, groups, lay_out_chunks(inputs, shape))
 
@@ -166,19 +187,20 @@ def own_heads(shape: HeadShape, device: torch.device) -> Tensor:
     """[heads, kv_heads, 1]: the softmax scale where a KV head serves a query head, else 0."""
     per_kv_head = shape.num_heads // shape.num_kv_heads
     own_head = torch.eye(shape.num_kv_heads, dtype=shape.dtype, device=device)
-    return own_head.mul_(shape.head_dim**-0.5).repeat_interleave(per_kv_head, 0).unsqueeze(-1)
+    scale = shape.head_dim**-0.5 if shape.scale is None else shape.scale
+    return own_head.mul_(scale).repeat_interleave(per_kv_head, 0).unsqueeze(-1)
 
 
 def lay_out_chunks(inputs: StepInputs, shape: HeadShape) -> tuple[ChunkReads, ...]:
     """The step's chunks, with their masks."""
-    return tuple(ChunkReads(row, _chunk_mask(row, shape.dtype)) for row in inputs.chunks)
+    return tuple(_chunk_reads(row, shape) for row in inputs.chunks)
 
 
 def group_rows(lens: list[int], shape: HeadShape) -> list[tuple[list[int] | None, int]]:
     """Rows that are read together, and the longest of each group; None for all rows in order.
 
-    Longest first; a group ends where the rows left would save enough by being padded less, or
-    where its keys would take too much memory.
+    `lens` are as many as a row reads.  Longest first; a group ends where the rows left would save
+    enough by being padded less, or where its keys would take too much memory.
     """
     most_cells = _GATHERED_BYTES // shape.cell_bytes
     order = sorted(range(len(lens)), key=lens.__getitem__, reverse=True)
@@ -209,22 +231,51 @@ def _decode_group(
     if rows is not None:
         rows_dev = torch.tensor(rows, dtype=torch.int64, device=pages.device)
         pages, lens = pages.index_select(0, rows_dev), lens.index_select(0, rows_dev)
-    pages = pages[:, : -(-longest // shape.page_size)]
-    places = torch.arange(pages.shape[1] * shape.page_size, device=pages.device)
-    mask = torch.zeros((len(pages), 1, len(places)), dtype=shape.dtype, device=pages.device)
-    mask.masked_fill_((places >= lens.unsqueeze(1)).unsqueeze(1), float("-inf"))
-    offsets = places[: shape.page_size] * shape.num_kv_heads
+    cells_read = shape.cells_read(longest)
+    pages, places = _pages_seen(pages, lens, cells_read, shape)
+    mask = torch.zeros((len(pages), 1, cells_read), dtype=shape.dtype, device=pages.device)
+    mask.masked_fill_(unseen(places, lens.unsqueeze(1), shape.window).unsqueeze(1), float("-inf"))
+    offsets = torch.arange(shape.page_size, device=pages.device) * shape.num_kv_heads
     cells = pages.unsqueeze(-1) * (shape.page_size * shape.num_kv_heads) + offsets
     values = (cells.view(len(pages), 1, -1) + kv_head_dev).view(-1)
-    starts = torch.arange(0, len(values), len(places), device=pages.device)
+    starts = torch.arange(0, len(values), cells_read, device=pages.device)
     return DecodeGroup(rows_dev, pages.reshape(-1), mask, values, starts)
 
 
-def _chunk_mask(row: ChunkRow, dtype: torch.dtype) -> Tensor | None:
-    start = row.context_len - row.count
-    if start == 0:
-        return None
-    mask = torch.full(
-        (row.count, row.context_len), float("-inf"), dtype=dtype, device=row.pages_dev.device
-    )
-    return mask.triu_(start + 1)
+def _pages_seen(
+    pages: Tensor, lens: Tensor, cells_read: int, shape: HeadShape
+) -> tuple[Tensor, Tensor]:
+    """The pages int64[n, p] that hold what each row sees, and its positions of their cells, [n, L]
+    or [L] where they are the same for all."""
+    count = cells_read // shape.page_size
+    if shape.window is None or count >= pages.shape[1]:
+        return pages[:, :count], torch.arange(cells_read, device=pages.device)
+    first = (lens - shape.window).clamp_(min=0).div_(shape.page_size, rounding_mode="floor")
+    columns = first.unsqueeze(1) + torch.arange(count, device=pages.device)
+    offsets = torch.arange(shape.page_size, device=pages.device)
+    places = (columns.unsqueeze(-1) * shape.page_size + offsets).flatten(1)
+    # a column past the table's end lies past the row's end as well: nobody sees what is read there
+    return pages.gather(1, columns.clamp_(max=pages.shape[1] - 1)), places
+
+
+def unseen(places: Tensor, lens: Tensor, window: int | None) -> Tensor:
+    """Which positions the last of `lens` positions does not see; of the shapes' common one."""
+    past = places >= lens
+    return past if window is None else past | (places < lens - window)
+
+
+def _chunk_reads(row: ChunkRow, shape: HeadShape) -> ChunkReads:
+    start, window = row.context_len - row.count, shape.window
+    if start == 0 and (window is None or row.count <= window):
+        return ChunkReads(row, row.pages_dev, None, shape.scale)
+    first = 0 if window is None else max(0, start - window + 1) // shape.page_size
+    begin = first * shape.page_size
+    size = (row.count, row.context_len - begin)
+    mask = torch.full(size, float("-inf"), dtype=shape.dtype, device=row.pages_dev.device)
+    mask.triu_(start - begin + 1)
+    if window is not None:
+        before = torch.ones(size, dtype=torch.bool, device=mask.device).tril_(
+            start - begin - window
+        )
+        mask.masked_fill_(before, float("-inf"))
+    return ChunkReads(row, row.pages_dev[first:], mask, shape.scale)

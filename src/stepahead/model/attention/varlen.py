@@ -38,6 +38,7 @@ from stepahead.model.attention.paged import (
     HeadShape,
     lay_out_chunks,
     own_heads,
+    unseen,
 )
 from stepahead.model.batch import ChunkRow, StepInputs
 
@@ -59,13 +60,14 @@ class PagedKernel:
     varlen_attn: Callable[..., Any]
     options: tuple[tuple[str, Any], ...]
     key_starts: bool
+    before: int = -1  # how many positions before its own a query sees; -1: all
 
     def __call__(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: KernelRows) -> Tensor:
         """[T, heads, head_dim], each row's queries the last of its context."""
         starts_dev = rows.key_starts_dev if self.key_starts else None
         return self.varlen_attn(
             *(q, k_pages, v_pages, rows.starts_dev, starts_dev, rows.max_count, rows.max_len),
-            window_size=(-1, 0),  # causal, aligned at the end of the context
+            window_size=(self.before, 0),  # causal, aligned at the end of the context
             seqused_k=rows.lens_dev,
             block_table=rows.table_dev,
             **dict(self.options),
@@ -127,10 +129,13 @@ def usable_kernel(
     known = inspect.signature(varlen_attn).parameters
     if not {"seqused_k", "block_table", "window_size"} <= known.keys():
         return None
-    wanted = {"enable_gqa": shape.num_heads != shape.num_kv_heads, "num_splits": 1}
+    wanted: dict[str, Any] = {"enable_gqa": shape.num_heads != shape.num_kv_heads, "num_splits": 1}
+    if shape.scale is not None:
+        wanted["scale"] = shape.scale
     options = tuple((name, value) for name, value in wanted.items() if name in known)
     for key_starts in (True, False):  # flash attention 2 wants them, 3 refuses them
-        kernel = PagedKernel(varlen_attn, options, key_starts)
+        before = -1 if shape.window is None else shape.window - 1
+        kernel = PagedKernel(varlen_attn, options, key_starts, before)
         if _right(kernel, shape, device):
             return kernel
     return None
@@ -219,7 +224,7 @@ class RowGroup:
     """Decode rows begin..end, read together, L cells each.
 
     pages_dev  int64[(end - begin) * L / page_size]
-    mask_dev   [end - begin, 1, L], 0 where a cell is the row's and -inf past its end
+    mask_dev   [end - begin, 1, L], 0 where the row sees a cell and -inf elsewhere
     """
 
     begin: int
@@ -271,9 +276,9 @@ def gather(inputs: StepInputs, shape: HeadShape) -> GatherAttention:
     pages = inputs.decode_pages_dev
     places = torch.arange(pages.shape[1] * shape.page_size, device=device)
     # an empty row has no softmax; its NaN would be written to its page and spread from there
-    past_end = places >= inputs.decode_lens_dev.clamp(min=1).unsqueeze(1)
-    mask = torch.zeros(past_end.shape, dtype=shape.dtype, device=device)
-    mask = mask.masked_fill_(past_end, float("-inf")).unsqueeze(1)
+    hidden = unseen(places, inputs.decode_lens_dev.clamp(min=1).unsqueeze(1), shape.window)
+    mask = torch.zeros(hidden.shape, dtype=shape.dtype, device=device)
+    mask = mask.masked_fill_(hidden, float("-inf")).unsqueeze(1)
     most = max(1, _GATHERED_BYTES // max(1, len(places) * shape.cell_bytes))
     groups = []
     for begin in range(0, n, most):
