@@ -19,7 +19,7 @@ demo: .venv/.installed-demo ## a real model answers 32 prompts, serially and ove
 	@$(BIN)/stepahead demo
 
 test: check ## everything CI runs: the checks, then every test that this machine can run
-	@$(BIN)/python -m pytest
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 check: .venv/.installed-dev ## lint, format, types and size budgets
 	@scripts/check
