@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
+import pytest  # noqa: TC002  (of a fixture's type)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -99,7 +99,7 @@ def test_answers_one_after_the_other_are_the_whole(
             assert len(values) == answer["next"] - answer["first"]
             joined[name] += values
     assert joined == columns(whole)
-    assert sum((answer["syncs"] for answer in later), []) == whole["syncs"]
+    assert [mark for answer in later for mark in answer["syncs"]] == whole["syncs"]
     busy_us = np.array(joined["busy_us"]) + sum(np.array(joined[cause]) for cause in CAUSES)
     assert np.abs(busy_us - 10_000).max(initial=0) <= len(CAUSES)  # µs are rounded
 
@@ -172,7 +172,9 @@ def test_an_answer_costs_what_is_new_and_not_what_is_kept(monkeypatch: pytest.Mo
     seen: list[int] = []
     tally = lanes_module.tally
     monkeypatch.setattr(
-        lanes_module, "tally", lambda events, cuts: seen.append(len(events.stage)) or tally(events, cuts)
+        lanes_module,
+        "tally",
+        lambda events, cuts: seen.append(len(events.stage)) or tally(events, cuts),
     )
     fake = Fake()
     fake.observer.books._batch = 64

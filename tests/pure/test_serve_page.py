@@ -55,7 +55,9 @@ def test_the_page_may_run_its_own_script_ask_its_own_server_and_nothing_else() -
     assert response.status_code == 200
     assert response.headers["content-type"] == "text/html; charset=utf-8"
     assert response.text == HTML
-    policy = dict(part.split(" ", 1) for part in response.headers["content-security-policy"].split("; "))
+    policy = dict(
+        part.split(" ", 1) for part in response.headers["content-security-policy"].split("; ")
+    )
     for tag in ("script", "style"):
         (text,) = inside(tag)
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -210,7 +210,9 @@ def test_paths_and_methods_that_are_not_there_say_what_is(prefix: str) -> None:
         nowhere = client.get("/nope")
         posted = client.post("/state")
     assert nowhere.status_code == 404
-    assert nowhere.json()["error"]["message"].endswith("/state, /metrics, /lanes, /trace and /health are")
+    assert nowhere.json()["error"]["message"].endswith(
+        "/state, /metrics, /lanes, /trace and /health are"
+    )
     assert posted.status_code == 405
     assert "use GET" in posted.json()["error"]["message"]
     assert "GET" in posted.headers["allow"]

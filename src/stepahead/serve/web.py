@@ -10,9 +10,12 @@ import hashlib
 import re
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from starlette.requests import Request
 from starlette.responses import Response
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
 
 PAGE = Path(__file__).parent / "page.html"
 

@@ -1,4 +1,5 @@
-"""What an engine shows over HTTP: /state, /metrics, /lanes, /trace, /health.  A Starlette app to mount.
+"""What an engine shows over HTTP, as a Starlette app to mount: /state, /metrics, /lanes, /trace and
+/health.
 
 Each answer is made of one short question to the engine's observer; the long part, laying books over
 each other and writing JSON, is done in the thread that asked.  Knows no engine, only `Watched`.
