@@ -444,3 +444,15 @@ def test_an_engine_at_rest_keeps_no_blocks_of_nothing() -> None:
         host.does(Stage.IDLE, 9)
     assert len(host.books._host_ring) > 100
     assert len(host.books._device_ring) == len(host.books._held_ring) == 0
+
+
+def test_the_block_of_events_that_reaches_into_the_time_is_there() -> None:
+    host = Host(batch=8)
+    serial(host, 20)
+    everything = host.books.recent()
+    for since_ns in range(START_NS, host.clock.now_ns, 7 * MS // 2):
+        events = host.books.recent(since_ns)
+        cuts_ns = np.array([since_ns, host.clock.now_ns])
+        assert events.start_ns[0] <= since_ns
+        assert np.array_equal(tally(events, cuts_ns), tally(everything, cuts_ns))
+    assert len(events.stage) < len(everything.stage) / 4
