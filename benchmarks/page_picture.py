@@ -3,7 +3,7 @@
     python benchmarks/page_picture.py                  a minute
     python benchmarks/page_picture.py --folder out --dark --width 390 --height 844
 
-Three other clients ask meanwhile, so that rows come and go.  Needs playwright (one of the packages
+Three other clients ask meanwhile, and are done before.  Needs playwright (one of the packages
 for development), and a Chromium or Chrome of this machine.
 """
 
@@ -15,7 +15,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,8 @@ FOLDER = Path(__file__).resolve().parents[1] / "docs" / "pictures"
 BROWSERS = ("chromium", "google-chrome", "chromium-browser")
 FLAGS = ("--threads", "1", "--max-model-len", "2048", "--served-name", "SmolLM2-135M-Instruct")
 QUESTIONS = ("What is the capital of France?", "Why is the sky blue? Answer in two sentences.")
-OTHERS = ("Tell me of the sea.", "How do bees find flowers?", "Name some rivers of Europe.")
+# others ask too, and get so many tokens
+OTHERS = {"Tell me of the sea.": 30, "How do bees find flowers?": 33, "Name some rivers.": 36}
 
 
 def browser() -> str:
@@ -50,11 +50,10 @@ def start() -> tuple[subprocess.Popen[str], str]:
     sys.exit("the server ended before it was ready")
 
 
-def other_client(url: str, question: str, after_s: float) -> None:
-    """Asks once, a little later."""
-    time.sleep(after_s)
+def other_client(url: str, question: str, max_tokens: int) -> None:
+    """Asks once."""
     messages: Any = [{"role": "user", "content": question}]
-    body = {"messages": messages, "max_tokens": 40, "temperature": 0.0}
+    body = {"messages": messages, "max_tokens": max_tokens, "temperature": 0.0}
     httpx.post(f"{url}/v1/chat/completions", json=body, timeout=300)
 
 
@@ -65,8 +64,8 @@ def talk(page: Page, url: str) -> None:
     page.get_by_label("Message").fill(QUESTIONS[0])
     page.get_by_label("Message").press("Enter")
     page.get_by_role("button", name="Send").wait_for(timeout=120_000)
-    for i, question in enumerate(OTHERS):
-        threading.Thread(target=other_client, args=(url, question, 1.5 * i), daemon=True).start()
+    for asked in OTHERS.items():
+        threading.Thread(target=other_client, args=(url, *asked), daemon=True).start()
     page.get_by_label("Message").fill(QUESTIONS[1])
     page.get_by_label("Message").press("Enter")
     much = re.compile(r"[\s\S]{200}")
