@@ -32,6 +32,7 @@ fuzz: .venv/.installed-dev ## 20,000 random traces on the hostile device, each a
 
 pictures: .venv/.installed-dev ## draw docs/pictures anew, from runs on this machine (minutes, while it is quiet)
 	@$(BIN)/python benchmarks/pictures.py
+	@$(BIN)/python benchmarks/page_picture.py
 
 clean: ## remove .venv and all that was built or cached
 	rm -rf .venv build dist out .pytest_cache .ruff_cache .hypothesis

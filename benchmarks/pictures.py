@@ -1,4 +1,4 @@
-"""Draws the pictures of README and docs/observe.md into docs/pictures, from runs on this machine.
+"""Draws the charts of README and docs/observe.md into docs/pictures, from runs on this machine.
 
     python benchmarks/pictures.py                  three minutes, on a quiet machine
     python benchmarks/pictures.py --quick --folder out/pictures      seconds, to try it out

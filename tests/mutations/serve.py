@@ -8,6 +8,8 @@ _INSIDE = "tests/cpu/test_serve_inside.py::"
 _FRONT = "tests/pure/test_serve_front.py::"
 _FIELDS = "tests/pure/test_serve_requests.py::"
 _LIFE = "tests/cpu/test_serve_lifecycle.py::"
+_PAGE = "tests/pure/test_serve_page.py::"
+_LANES = "tests/pure/test_observe_lanes.py::"
 
 MUTATIONS = [
     Mutation(
@@ -153,5 +155,62 @@ MUTATIONS = [
         "            if not self._stopping:\n                self._lost(self._end_in_words())\n",
         "",
         _LIFE + "test_a_process_that_dies_ends_streams_and_server[engine]",
+    ),
+    Mutation(
+        "the page may run whatever script it is given",
+        "words of a model or of a stranger that become a program with the user's key",
+        "serve/web.py",
+        "            f\"script-src {_hashes(html, 'script')}\",\n",
+        "            \"script-src 'unsafe-inline'\",\n",
+        _PAGE + "test_the_page_may_run_its_own_script_ask_its_own_server_and_nothing_else",
+    ),
+    Mutation(
+        "the page is behind the key that it asks for",
+        "a page that nobody with a key can open: browsers send none by themselves",
+        "serve/http.py",
+        '_OPEN = ("/", ',
+        "_OPEN = (",
+        _PAGE + "test_the_page_is_open_and_what_it_asks_for_is_not",
+    ),
+    Mutation(
+        "the page loads something from elsewhere",
+        "a page that is broken, and tells of its user, on a machine with a network",
+        "serve/page.html",
+        "<title>stepahead</title>\n",
+        '<title>stepahead</title>\n<script src="https://example.org/chart.js"></script>\n',
+        _PAGE + "test_the_page_needs_nothing_from_outside",
+    ),
+    Mutation(
+        "a bin is told while a step in the air may still run in it",
+        "a strip that shows idle time where the device worked",
+        "observe/lanes.py",
+        "min(known_until(events), recent.at_ns)",
+        "recent.at_ns",
+        _LANES + "test_answers_one_after_the_other_are_the_whole",
+    ),
+    Mutation(
+        "who watches has all that is kept copied",
+        "an engine that stops for every look of every page",
+        "observe/lanes.py",
+        "observer.books.recent(since_ns)",
+        "observer.books.recent()",
+        _LANES + "test_an_answer_costs_what_is_new_and_not_what_is_kept",
+    ),
+    Mutation(
+        "the block of events that reaches into the time is left out",
+        "a lane that begins in the middle",
+        "observe/books.py",
+        " and first[1, 0] <= since_ns:",
+        ":",
+        "tests/pure/test_observe_books.py::"
+        "test_the_block_of_events_that_reaches_into_the_time_is_there",
+    ),
+    Mutation(
+        "steps that were read change when more come in",
+        "figures of one moment made of two",
+        "observe/steps.py",
+        "self._end].copy().T)",
+        "self._end].T)",
+        "tests/pure/test_observe_steps.py::test_what_was_read_stays_as_it_was",
     ),
 ]

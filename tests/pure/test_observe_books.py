@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepahead.observe.books import REST, WORK, Books, BookSummary, Stage
+from stepahead.observe.causes import tally
 
 MS = 1_000_000
 START_NS = 5 * MS
@@ -418,3 +419,40 @@ def test_both_sums_hold_for_every_step(schedule: Schedule) -> None:
     assert np.array_equal(steps.busy_ns + sum(steps.idle_ns.values()), wall_ns)
     assert steps.busy_ns.sum() == books.summary().busy_ns
     assert wall_ns.sum() == (steps.step.size and books.recent().busy_end_ns[-1] - START_NS)
+
+
+@settings(max_examples=30)
+@given(LONG_SCHEDULES, st.integers(0, 700))
+def test_events_since_a_moment_tell_the_time_after_it_as_all_events_do(
+    schedule: Schedule, since: int
+) -> None:
+    """Blocks that lie before it are left out: one too many, and a run or a stage that reaches into
+    the time would be missing from it."""
+    books = play(schedule, batch=16)
+    everything = books.recent()
+    since_ns = min(START_NS + since, everything.until_ns)
+    cuts_ns = np.unique(np.linspace(since_ns, everything.until_ns, 9).astype(np.int64))
+    events = books.recent(since_ns)
+    assert events.start_ns[0] <= since_ns
+    assert np.array_equal(tally(events, cuts_ns), tally(everything, cuts_ns))
+
+
+def test_an_engine_at_rest_keeps_no_blocks_of_nothing() -> None:
+    host = Host(batch=8)
+    for _ in range(500):
+        host.does(Stage.PLAN, 1)
+        host.does(Stage.IDLE, 9)
+    assert len(host.books._host_ring) > 100
+    assert len(host.books._device_ring) == len(host.books._held_ring) == 0
+
+
+def test_the_block_of_events_that_reaches_into_the_time_is_there() -> None:
+    host = Host(batch=8)
+    serial(host, 20)
+    everything = host.books.recent()
+    for since_ns in range(START_NS, host.clock.now_ns, 7 * MS // 2):
+        events = host.books.recent(since_ns)
+        cuts_ns = np.array([since_ns, host.clock.now_ns])
+        assert events.start_ns[0] <= since_ns
+        assert np.array_equal(tally(events, cuts_ns), tally(everything, cuts_ns))
+    assert len(events.stage) < len(everything.stage) / 4

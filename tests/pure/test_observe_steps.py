@@ -50,3 +50,27 @@ def test_the_last_are_kept_however_often_somebody_reads(every: int) -> None:
     assert log.recent(5).step.tolist() == list(range(328, 333))
     assert log.count == 333
     assert len(log._newest) <= 50 * 14
+
+
+@pytest.mark.parametrize("every", [1, 13, 100])
+def test_steps_that_landed_after_a_moment_are_those_of_all_that_did(every: int) -> None:
+    log = StepLog(keep=40)
+    plan = Plan(0, np.arange(2, dtype=np.int32), False, chunks=np.zeros(0, np.int32))
+    for step in range(170):
+        log.add(plan, Result(step, np.zeros(2, np.int32), 1, 2), 0, 0, 1, step // 2)
+        if step % every == 0:
+            kept = [max(0, n // 2) for n in range(max(0, step - 39), step + 1)]
+            for at_ns in (-1, step // 2 - 5, step // 2, step):
+                wanted = [ns for ns in kept if ns > at_ns]
+                assert log.landed_after(at_ns).land_ns.tolist() == wanted
+
+
+def test_what_was_read_stays_as_it_was() -> None:
+    log = StepLog(keep=8)
+    for step in range(8):
+        add(log, step)
+    read, after = log.recent(), log.landed_after(0)
+    for step in range(8, 40):
+        add(log, step)
+        log.recent()
+    assert read.step.tolist() == after.step.tolist() == list(range(8))

@@ -144,6 +144,15 @@ def test_an_engine_that_has_run_nothing_has_a_state() -> None:
     assert found["requests"]["arrived"] == found["steps"] == 0
 
 
+def test_lanes_go_on_where_the_last_answer_ended() -> None:
+    with shown(virtual()) as client:
+        whole = client.get("/lanes").json()
+        assert (whole["first"], whole["next"]) == (0, 11)
+        rest = client.get("/lanes", params={"from": 7}).json()
+    assert (rest["first"], rest["next"]) == (7, 11)
+    assert rest["device"]["busy_us"] == whole["device"]["busy_us"][7:]
+
+
 def test_a_trace_is_json_zipped_for_who_takes_it_and_as_long_as_asked() -> None:
     with shown(virtual(OVERLAP)) as client:
         sizes = {}
@@ -175,6 +184,10 @@ def raw(client: httpx.Client, path: str) -> bytes:
         ("/trace?last=nans", "above zero", "last"),
         ("/trace?last=5s%0A", "above zero", "last"),
         ("/trace?last=1s&last=2s", "given twice", "last"),
+        ("/lanes?from=-1", "the number that the last answer has as `next`", "from"),
+        ("/lanes?from=1.5", "from='1.5'; give", "from"),
+        ("/lanes?from=1234567890123456", "from=", "from"),
+        ("/lanes?last=10s", "'last': /lanes takes only from", "last"),
         ("/trace?lats=1s", "'lats': /trace takes only last", "lats"),
         ("/state?verbose=1", "'verbose': /state takes no parameters", "verbose"),
         ("/metrics?name=x", "no parameters", "name"),
@@ -197,7 +210,9 @@ def test_paths_and_methods_that_are_not_there_say_what_is(prefix: str) -> None:
         nowhere = client.get("/nope")
         posted = client.post("/state")
     assert nowhere.status_code == 404
-    assert nowhere.json()["error"]["message"].endswith("/state, /metrics, /trace and /health are")
+    assert nowhere.json()["error"]["message"].endswith(
+        "/state, /metrics, /lanes, /trace and /health are"
+    )
     assert posted.status_code == 405
     assert "use GET" in posted.json()["error"]["message"]
     assert "GET" in posted.headers["allow"]

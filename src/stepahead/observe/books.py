@@ -258,12 +258,16 @@ class Books:
         (total,) = self._totals(pending, [self._known_ns])
         return _summary(total.cells, total.steps)
 
-    def recent(self) -> Events:
-        """The last `keep` raw events of each lane; the open host segment ends now."""
-        pending = self._pending()
-        stage, start_ns = _tail(self._host_ring, _host_rows(pending), self._keep)
-        device = _tail(self._device_ring, _device_rows(pending), self._keep)
-        held = _tail(self._held_ring, pending.held, self._keep)
+    def recent(self, since_ns: int | None = None) -> Events:
+        """The last `keep` raw events of each lane; the open host segment ends now.
+
+        With `since_ns`, what reaches into the time after it and some of what came before: that
+        costs what is asked for, and not what is kept.
+        """
+        pending, keep = self._pending(), self._keep
+        stage, start_ns = _tail(self._host_ring, _host_rows(pending), keep, since_ns)
+        device = _tail(self._device_ring, _device_rows(pending), keep, since_ns)
+        held = _tail(self._held_ring, pending.held, keep, since_ns)
         step, busy_start_ns, busy_end_ns = device[:3]
         lane = (step, busy_start_ns, busy_end_ns, device[3:])
         return Events(stage, start_ns, pending.until_ns, *lane, held)
@@ -389,11 +393,24 @@ def _device_rows(events: Events) -> np.ndarray:
 
 def _push(ring: deque[np.ndarray], rows: np.ndarray, keep: int) -> None:
     """Adds a block int64[rows, n] and drops the oldest that `keep` columns do not need."""
+    if not rows.shape[1]:
+        return  # blocks of nothing would never be dropped
     ring.append(rows)
     while sum(block.shape[1] for block in ring) - ring[0].shape[1] >= keep:
         ring.popleft()
 
 
-def _tail(ring: deque[np.ndarray], rows: np.ndarray, keep: int) -> np.ndarray:
-    """The last `keep` columns of the ring and `rows` together."""
-    return np.concatenate([*ring, rows], axis=1)[:, -keep:]
+def _tail(
+    ring: deque[np.ndarray], rows: np.ndarray, keep: int, since_ns: int | None = None
+) -> np.ndarray:
+    """The last `keep` columns of the ring and `rows` together.
+
+    Row 1 is when each began: blocks before the one that was there at `since_ns` are left out.
+    """
+    blocks = [rows]
+    for block in reversed(ring):
+        first = blocks[-1]
+        if since_ns is not None and first.shape[1] and first[1, 0] <= since_ns:
+            break
+        blocks.append(block)
+    return np.concatenate(blocks[::-1], axis=1)[:, -keep:]

@@ -52,13 +52,14 @@ def idle_spans(events: Events) -> IdleSpans:
     """
     if not len(events.stage):
         return IdleSpans()
-    until_ns = max(_known_until(events), int(events.start_ns[0]))
+    until_ns = max(known_until(events), int(events.start_ns[0]))
     cut = pieces(events, np.array([events.start_ns[0], until_ns]))
     idle = (cut.device != BUSY) & (cut.start_ns < cut.end_ns)
     return _joined(cut.start_ns[idle], cut.end_ns[idle], cut.device[idle])
 
 
-def _known_until(events: Events) -> int:
+def known_until(events: Events) -> int:
+    """Up to where nothing of the device's lane can change any more."""
     last_ns = int(events.busy_end_ns[-1]) if len(events.step) else 0
     rest_ns = events.end_ns[events.stage == Stage.IDLE]
     return max(last_ns, int(rest_ns[-1]) if len(rest_ns) else 0)

@@ -84,7 +84,8 @@ class StepLog:
         # What has come since somebody read, one row after the other, and what was read before.  To
         # make numbers of an array costs more than all else here: only who reads pays for it.
         self._newest: list[int] = []
-        self._read = np.zeros((0, _WIDTH), np.int64)
+        self._read = np.zeros((2 * keep, _WIDTH), np.int64)
+        self._end = 0  # of the rows in it
 
     def add(
         self,
@@ -126,8 +127,26 @@ class StepLog:
 
     def recent(self, last: int | None = None) -> Steps:
         """The last `last` steps of those kept, all of them if None."""
-        newest = np.array(self._newest, np.int64).reshape(-1, _WIDTH)
+        self._take_in()
+        return self._from(self._end - min(last or self._keep, self._keep))
+
+    def landed_after(self, at_ns: int) -> Steps:
+        """Those of the kept steps that landed later than that."""
+        self._take_in()
+        kept = max(0, self._end - self._keep)
+        land_ns = self._read[kept : self._end, -1]
+        return self._from(kept + int(np.searchsorted(land_ns, at_ns, side="right")))
+
+    def _take_in(self) -> None:
+        """Makes rows of what has come since somebody read: who reads pays for that alone."""
+        newest = np.array(self._newest, np.int64).reshape(-1, _WIDTH)[-self._keep :]
         self._newest.clear()
-        self._read = np.concatenate((self._read, newest))[-self._keep :]
-        count = min(len(self._read), last or self._keep)
-        return Steps(*self._read[len(self._read) - count :].T)
+        if self._end + len(newest) > len(self._read):
+            self._read[: self._keep] = self._read[self._end - self._keep : self._end]
+            self._end = self._keep
+        self._read[self._end : self._end + len(newest)] = newest
+        self._end += len(newest)
+
+    def _from(self, first: int) -> Steps:
+        """Copies: what is read is looked at by another thread while more comes in."""
+        return Steps(*self._read[max(0, first) : self._end].copy().T)

@@ -47,6 +47,7 @@ from stepahead.serve.requests import (
     read_tokenize,
 )
 from stepahead.serve.streams import ChatStory, TextStory
+from stepahead.serve.web import web_page
 from stepahead.text.texts import Texts
 from stepahead.types import RequestOutput, as_prompt
 
@@ -69,7 +70,8 @@ def serve_app(front: Front, config: ServeConfig, model: str, vocab_size: int) ->
         ("GET", "/version", routes.version),
         ("POST", "/abort", routes.abort),
         ("POST", "/flush_cache", routes.flush_cache),
-        *(("GET", path, routes.page) for path in ("/state", "/metrics", "/trace")),
+        *(("GET", path, routes.page) for path in ("/state", "/metrics", "/lanes", "/trace")),
+        ("GET", "/", web_page),
     ]
     middleware = []
     if config.allow_origins:
@@ -253,7 +255,7 @@ class Routes:
         return json_answer({"flushed_pages": await self._front.flush_cache()})
 
     async def page(self, request: Request) -> Response:
-        """GET /state, /metrics and /trace, which the engine's process makes."""
+        """GET /state, /metrics, /lanes and /trace, which the engine's process makes."""
         accepted = request.headers.get("accept-encoding", "")
         page = await self._front.page(request.url.path, query_of(request), accepted)
         headers = {name: value for name, value in page.headers if name != "content-length"}

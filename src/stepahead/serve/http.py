@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
 _JSON = "application/json"
-_OPEN = ("/health", "/ready")
+_OPEN = ("/", "/health", "/ready")  # the page is the same for all, and asks for the key
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -86,7 +86,7 @@ async def read_body(request: Request, most_bytes: int) -> bytes:
 
 
 class KeyGuard:
-    """Lets nobody through without the key, but to /health and /ready."""
+    """Lets nobody through without the key, but to /health, /ready and the page."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app = app

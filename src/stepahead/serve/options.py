@@ -15,8 +15,8 @@ class ServeConfig:
 
     host              the address to listen on; only this machine can reach the default
     port              the port to listen on; 0 is any that is free
-    api_key           what clients must send as their key; all routes but /health and /ready ask
-                      for it
+    api_key           what clients must send as their key; all routes but /health, /ready
+                      and the web page ask for it
     served_name       what clients call the model, instead of MODEL
     allow_origins     web pages of these origins may ask; none unless named, * is all
     max_waiting       most choices that wait for a row or for pages; more are refused with 429

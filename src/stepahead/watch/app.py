@@ -1,4 +1,5 @@
-"""What an engine shows over HTTP: /state, /metrics, /trace, /health.  A Starlette app to mount.
+"""What an engine shows over HTTP, as a Starlette app to mount: /state, /metrics, /lanes, /trace and
+/health.
 
 Each answer is made of one short question to the engine's observer; the long part, laying books over
 each other and writing JSON, is done in the thread that asked.  Knows no engine, only `Watched`.
@@ -23,6 +24,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from stepahead.errors import EngineError, InvalidParameter, RequestError
+from stepahead.observe.lanes import lanes, read_lanes
 from stepahead.observe.metrics import METRIC_NAMES, EngineCollector
 from stepahead.observe.perfetto import chrome_trace
 from stepahead.observe.reading import Watched, document, read, status
@@ -50,6 +52,7 @@ def watch_app(
     answers: dict[str, Answer] = {
         "/state": pages.state,
         "/metrics": pages.metrics,
+        "/lanes": pages.lanes,
         "/trace": pages.trace,
         "/health": pages.health,
     }
@@ -79,6 +82,11 @@ class _Pages:
         registry.register(EngineCollector(lambda: reading, self._names))
         # not the OpenMetrics format, whatever is accepted: it would write vllm: as vllm_
         return _zipped(request, generate_latest(registry), CONTENT_TYPE_PLAIN_0_0_4)
+
+    def lanes(self, request: Request) -> Response:
+        _only(request, "from")
+        from_bin = _bin(request.query_params.get("from"))
+        return _json(lanes(self._ask(lambda: read_lanes(self._watched, from_bin))))
 
     def trace(self, request: Request) -> Response:
         _only(request, "last")
@@ -135,11 +143,21 @@ def _seconds(text: str | None) -> float | None:
     return seconds
 
 
+def _bin(text: str | None) -> int | None:
+    if text is None:
+        return None
+    if not re.fullmatch("[0-9]{1,15}", text):
+        raise InvalidParameter(
+            f"from={text[:40]!r}; give the number that the last answer has as `next`", "from"
+        )
+    return int(text)
+
+
 def _refused(request: Request, error: Exception) -> Response:
     """What the router refuses: paths that are not there, methods that nobody takes."""
     assert isinstance(error, HTTPException)
     words = {
-        404: f"{request.url.path} is not here; /state, /metrics, /trace and /health are",
+        404: f"{request.url.path} is not here; /state, /metrics, /lanes, /trace and /health are",
         405: f"{request.method} is not for {request.url.path}; use GET",
     }.get(error.status_code, error.detail)
     found = _error(error.status_code, words, "not_found" if error.status_code == 404 else None)
