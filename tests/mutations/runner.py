@@ -41,7 +41,7 @@ MUTATIONS = [
         "        self.event.wait()\n",
         "",
         "tests/cpu/test_parity_toy.py::test_every_client_hears_the_same[0]",
-        "race on 'results 0 on the host'",
+        "the host asks when an event of stream forward passed, and did not wait",
     ),
     Mutation(
         "sampled tokens are not stashed",
@@ -176,7 +176,7 @@ MUTATIONS = [
         "a landing before the copy",
         "runner/runner.py",
         "        event = device.record(Stream.COPY)\n",
-        "        event = end\n",
+        "        event = forward[1]\n",
         "tests/cpu/test_parity_toy.py::test_every_client_hears_the_same[0]",
         "race on 'results 0 on the host'",
     ),
