@@ -13,6 +13,7 @@ import pytest
 from stepahead.llm.prompts import Prompt
 from stepahead.serve.calls import Call
 from stepahead.serve.front import Front
+from stepahead.serve.keeper import Patience
 from stepahead.serve.messages import Cancel, Failed, Ready, Refused, Step, Submit, Taken
 from stepahead.serve.refusal import Refusal
 from stepahead.serve.requests import read_chat_request, read_completion_request
@@ -213,8 +214,47 @@ def test_a_request_that_ends_by_a_failure_is_told_so() -> None:
         assert [delta.text for _, delta in items] == ["a"]  # what came before is told
         assert call.error is not None
         assert (call.error.status, call.error.code) == (503, "engine_failed")
+        assert front.failure == "the model raised"  # before anybody can have read it
+        with pytest.raises(Refusal):
+            front.check_ready()
+        front.take(Failed("its farewell"))
+        assert front.failure == "the model raised"
 
     played(play)
+
+
+def test_calls_of_an_engine_that_is_gone_leave_those_of_the_next_alone() -> None:
+    async def play(front: Front, engine: Engine) -> None:
+        old = begin(front, streaming=True)
+        rids = engine.take(engine.sent[0])
+        front.take(Failed("its device is gone"))
+        again = Engine(front, ready=False)
+        with pytest.raises(Refusal) as caught:
+            front.check_room(1)
+        assert caught.value.code == "loading"
+        front.take(Ready((), 128, 4))
+        call = begin(front)
+        assert again.take(again.sent[0]) == rids  # it counts from the start
+        front.cancel(old)  # whose client is still reading of its end
+        assert len(again.sent) == 1
+        again.step({}, finish(rids[0], [A]))
+        (output,) = await call.answers()
+        assert output.outputs[0].token_ids == [A]
+        assert front.open_choices == 0
+
+    played(play)
+
+
+def test_three_engines_that_die_young_are_enough() -> None:
+    now_s = [0.0]
+    patience = Patience(lambda: now_s[0])
+    for served_s, again in ((1.0, True), (59.0, True), (61.0, True), (0.0, True), (2.0, True)):
+        now_s[0] += 1000.0  # to load
+        patience.ready()
+        now_s[0] += served_s
+        assert patience.died() is again
+    now_s[0] += 1000.0
+    assert not patience.died()  # the third in a row, and it never was ready
 
 
 def test_who_hears_nothing_for_long_is_pinged_and_others_are_not() -> None:
