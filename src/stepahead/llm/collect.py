@@ -25,6 +25,7 @@ from stepahead.types import (
     RequestMetrics,
     RequestOutput,
     SamplingParams,
+    StateSums,
 )
 
 
@@ -132,6 +133,8 @@ class Collector:
             self._take_logprobs(outputs, outputs.logprobs)
         if outputs.hidden is not None:
             self._take_hidden(outputs, outputs.hidden)
+        if outputs.pooled is not None:
+            self._take_pooled(outputs.pooled)
         for rows in outputs.prompt_logprobs:
             self._take_prompt_logprobs(rows)
         news = News()
@@ -162,6 +165,16 @@ class Collector:
             if owner and owner[1].hidden is not None:
                 # a view would hold on to the states of all others in the step
                 owner[1].hidden.append(state.copy())
+
+    def _take_pooled(self, pooled: StateSums) -> None:
+        owners, starts, counts = (
+            column.tolist() for column in (pooled.owners, pooled.starts, pooled.counts)
+        )
+        sums = pooled.sums.reshape(len(owners), pooled.width)
+        for place, rid in enumerate(owners):
+            owner = self._choices.get(rid)
+            if owner and owner[1].pool is not None:
+                owner[1].pool.add(starts[place], counts[place], sums[place])
 
     def _take_prompt_logprobs(self, rows: PromptLogprobs) -> None:
         owner = self._choices.get(rows.rid)
