@@ -215,8 +215,8 @@ class Client:
     def _hear_pooled(self, values: StateSums) -> None:
         assert values.sums.dtype == np.float64
         sums = values.sums.reshape(len(values.owners), values.width).tolist()
-        rows = zip(values.owners.tolist(), values.starts.tolist(), values.counts.tolist(), sums)
-        for rid, start, count, total in rows:
+        columns = (values.owners.tolist(), values.starts.tolist(), values.counts.tolist(), sums)
+        for rid, start, count, total in zip(*columns, strict=True):
             who = self._who[rid]
             assert self.work.asks[who[0]].params.pooling, "a pool that nobody asked for"
             heard = self.run.told[who].pooled

@@ -149,10 +149,10 @@ def _check_pooling(params: SamplingParams) -> None:
     if params.pooling not in kinds:
         words = f"pooling={params.pooling!r}; give one of {', '.join(kinds)}"
         raise InvalidParameter(words, "pooling")
-    for field in msgspec.structs.fields(params):
-        if field.name != "pooling" and getattr(params, field.name) != field.default:
-            words = f"{field.name}: no token is sampled with pooling; leave it out"
-            raise InvalidParameter(words, field.name)
+    for one in msgspec.structs.fields(params):
+        if one.name != "pooling" and getattr(params, one.name) != one.default:
+            words = f"{one.name}: no token is sampled with pooling; leave it out"
+            raise InvalidParameter(words, one.name)
 
 
 def _check_number(name: str, value: Any, low: float, high: float, closed: bool) -> None:

@@ -1,4 +1,4 @@
-"""Prompts whose hidden states are pooled: transformers' states, on every loop, each position once."""
+"""Prompts whose hidden states are pooled: transformers' states, and each position just once."""
 
 from __future__ import annotations
 

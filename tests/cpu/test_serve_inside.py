@@ -7,6 +7,7 @@ import random
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from offline_makers import TOY_OPTIONS, tiny_llama
 from serving import Inside, inside
 from stepahead import LLM, SamplingParams
 from stepahead.serve.options import ServeConfig
+from stepahead.sync import SyncReason
 from stepahead.types import RequestOutput
 from text_makers import MESSAGES
 
@@ -89,6 +91,34 @@ def refused(server: Inside, path: str, body: Any, status: int = 400) -> dict[str
     error: dict[str, Any] = response.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"}
     return error
+
+
+def test_an_embedding_is_read_on_every_loop_and_counted_under_its_reason(server: Inside) -> None:
+    before = server.engine.syncs.copy()
+    body = {"input": PROMPTS, "encoding_format": "float"}
+    found = httpx.post(f"{server.url}/v1/embeddings", json=body, timeout=60).json()
+    # a toy's state is one number, whose length is made 1
+    assert [abs(one["embedding"][0]) for one in found["data"]] == [1.0] * len(PROMPTS)
+    assert found["usage"] == dict.fromkeys(
+        ("prompt_tokens", "total_tokens"), sum(map(len, PROMPTS))
+    )
+    state = httpx.get(f"{server.url}/state").json()
+    assert state["syncs"]["hidden-states"]["rows"] == server.engine.syncs.rows(SyncReason.HIDDEN_STATES)
+    assert server.engine.syncs.since(before).rows(SyncReason.HIDDEN_STATES) >= len(PROMPTS)
+    again = httpx.post(f"{server.url}/v1/embeddings", json=body, timeout=60).json()
+    assert again["data"] == found["data"]
+
+
+def test_an_aborted_embedding_says_so(overlap: Inside) -> None:
+    with overlap.paused_after(0), ThreadPoolExecutor(1) as pool:
+        body = {"input": [[2, 3]], "request_id": "mine"}
+        asking = pool.submit(httpx.post, f"{overlap.url}/v1/embeddings", json=body, timeout=60)
+        while not httpx.post(f"{overlap.url}/abort", json={"request_id": "mine"}).json()["aborted"]:
+            time.sleep(0.01)
+        overlap.resume()
+        answer = asking.result()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "aborted")
+    overlap.rest()
 
 
 # --- the same answers -------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Hidden states on their way to the host, for the clients that want them: of rows, and of prompts."""
+"""Hidden states on their way to the host, for whoever wants them: of rows, and sums of prompts'."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ class Lifetime:
         `spare` pages must stay available beside them.
         """
         tokens, store = entry.tokens, self.store
-        hit = [] if _needs_all(entry.request.params) else store.match(tokens)
+        hit: list[int] = [] if _needs_all(entry.request.params) else store.match(tokens)
         needed = -(-len(tokens) // store.page_size) - len(hit)
         store.tree.hold(hit)  # before counting: a matched page is no longer evictable
         if store.available < needed + spare:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from stepahead import __version__
 from stepahead.errors import RequestError
 from stepahead.llm.prompts import Prompt, template_variables
 from stepahead.serve.calls import Call
+from stepahead.serve.embeddings import embedding_reply, read_embedding_request
 from stepahead.serve.front import Front
 from stepahead.serve.http import (
     KeyGuard,
@@ -36,9 +37,7 @@ from stepahead.serve.options import ServeConfig
 from stepahead.serve.refusal import Refusal, bad_request, refusal_of
 from stepahead.serve.replies import chat_reply, text_reply
 from stepahead.serve.requests import (
-    Asked,
     AskedChat,
-    AskedCompletion,
     TokenizeFields,
     read_abort,
     read_chat_request,
@@ -48,7 +47,7 @@ from stepahead.serve.requests import (
 )
 from stepahead.serve.streams import ChatStory, TextStory
 from stepahead.text.texts import Texts
-from stepahead.types import RequestOutput, as_prompt
+from stepahead.types import RequestOutput, SamplingParams, as_prompt
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -59,6 +58,7 @@ def serve_app(front: Front, config: ServeConfig, model: str, vocab_size: int) ->
     endpoints: list[tuple[str, str, Endpoint]] = [
         ("POST", "/v1/chat/completions", routes.chat),
         ("POST", "/v1/completions", routes.completions),
+        ("POST", "/v1/embeddings", routes.embeddings),
         ("GET", "/v1/models", routes.models),
         ("GET", "/v1/models/{model:path}", routes.model),
         ("POST", "/tokenize", routes.tokenize),
@@ -109,7 +109,7 @@ class Routes:
         self._front.check_room(asked.params.n)
         prompt = await self._off_loop(partial(_chat_prompt, self._front.texts, asked))
         id, created = asked.label or f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
-        call = await self._begin(request, id, [prompt], asked)
+        call = await self._begin(id, [prompt], asked.params, asked.stream)
         texts = self._front.texts
         if asked.stream:
             story = ChatStory(asked, call, texts, created, self._model)
@@ -122,11 +122,9 @@ class Routes:
         asked = read_completion_request(await self._body(request))
         self._check_model(asked.model)
         self._front.check_room(asked.params.n * len(asked.prompts))
-        prompts = await self._off_loop(
-            partial(_prompts, self._front.texts, asked, self._vocab_size)
-        )
+        prompts = await self._prompts(asked.prompts, asked.add_special_tokens)
         id, created = asked.label or f"cmpl-{uuid.uuid4().hex}", int(time.time())
-        call = await self._begin(request, id, prompts, asked)
+        call = await self._begin(id, prompts, asked.params, asked.stream)
         texts = self._front.texts
         if asked.stream:
             story = TextStory(asked, call, texts, created, self._model)
@@ -134,12 +132,37 @@ class Routes:
         outputs = await self._whole(request, call)
         return json_answer(text_reply(asked, texts, id, created, self._model, outputs))
 
-    async def _begin(self, request: Request, id: str, prompts: list[Prompt], asked: Asked) -> Call:
+    async def embeddings(self, request: Request) -> Response:
+        """POST /v1/embeddings"""
+        asked = read_embedding_request(await self._body(request))
+        self._check_model(asked.model)
+        self._front.check_room(len(asked.prompts))
+        id, created = asked.label or f"embd-{uuid.uuid4().hex}", int(time.time())
+        try:
+            prompts = await self._prompts(asked.prompts, asked.add_special_tokens)
+            call = await self._begin(id, prompts, asked.params, False)
+        except Refusal as refusal:
+            if refusal.param == "prompt":
+                refusal.param = "input"
+            raise
+        outputs = await self._whole(request, call)
+        return json_answer(embedding_reply(asked, id, created, self._model, outputs))
+
+    async def _prompts(self, given: Sequence[str | list[int]], special: bool) -> list[Prompt]:
+        texts, size = self._front.texts, self._vocab_size
+        found: list[Prompt] = await self._off_loop(
+            lambda: [_prompt(texts, one, special, size) for one in given]
+        )
+        return found
+
+    async def _begin(
+        self, id: str, prompts: list[Prompt], params: SamplingParams, stream: bool
+    ) -> Call:
         """A call that the engine has taken; Refusal."""
         front = self._front
-        front.check_room(asked.params.n * len(prompts))  # others may have come meanwhile
+        front.check_room(params.n * len(prompts))  # others may have come meanwhile
         front.check_lengths(prompts)
-        call = front.begin(id, prompts, asked.params, asked.stream)
+        call = front.begin(id, prompts, params, stream)
         try:
             await call.settled()
         except BaseException:
@@ -266,10 +289,6 @@ def _chat_prompt(texts: Texts, asked: AskedChat) -> Prompt:
         asked.messages, add_generation_prompt=asked.add_generation_prompt, **variables
     )
     return Prompt(ids)
-
-
-def _prompts(texts: Texts, asked: AskedCompletion, vocab_size: int) -> list[Prompt]:
-    return [_prompt(texts, given, asked.add_special_tokens, vocab_size) for given in asked.prompts]
 
 
 def _prompt(texts: Texts, given: str | list[int], special: bool, vocab_size: int) -> Prompt:

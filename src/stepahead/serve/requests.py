@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -11,6 +11,8 @@ from stepahead.errors import RequestError
 from stepahead.serve.fields import convert, read_object, split_sampling, take_neutral
 from stepahead.serve.refusal import bad_request, refusal_of
 from stepahead.types import MAX_LOGPROBS, SamplingParams, params_from
+
+Given: TypeAlias = Any  # text, token ids, or a list of either: more kinds than a type can tell
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -57,7 +59,7 @@ class ChatFields(_Common, kw_only=True):
 class CompletionFields(_Common, kw_only=True):
     """POST /v1/completions."""
 
-    prompt: Any
+    prompt: Given
     logprobs: int | None = None
     echo: bool = False
     best_of: int | None = None
@@ -147,7 +149,7 @@ def read_completion_request(body: bytes) -> AskedCompletion:
     """Refusal names the field that can't be honoured."""
     sampling, rest = split_sampling(read_object(body))
     fields = convert(take_neutral(rest), CompletionFields)
-    prompts = _prompts(fields.prompt)
+    prompts = read_prompts(fields.prompt, "prompt")
     no_output = fields.echo and _is_zero(sampling.get("max_tokens"))
     if no_output:
         sampling["max_tokens"] = 1  # it is computed and not told
@@ -173,15 +175,15 @@ def _is_zero(value: Any) -> bool:
     return value == 0 and not isinstance(value, bool)
 
 
-def _prompts(given: Any) -> tuple[str | list[int], ...]:
-    """Text, token ids, or a list of either."""
+def read_prompts(given: Given, name: str) -> tuple[str | list[int], ...]:
+    """Text, token ids, or a list of either; Refusal names the field that they are in."""
     found = given if isinstance(given, list) and given and not _is_id(given[0]) else [given]
     for prompt in found:
         if isinstance(prompt, str) and prompt:
             continue
         if not isinstance(prompt, list) or not prompt or not all(map(_is_id, prompt)):
-            words = "prompt must be text, token ids, or a list of either, none of them empty"
-            raise bad_request(words, "prompt")
+            words = f"{name} must be text, token ids, or a list of either, none of them empty"
+            raise bad_request(words, name)
     return tuple(found)
 
 
@@ -211,22 +213,23 @@ def _common(fields: _Common, params: SamplingParams, shown: int | None) -> dict[
     if fields.stream and params.prompt_logprobs is not None:
         words = "prompt_logprobs can't be streamed; leave stream or prompt_logprobs out"
         raise bad_request(words, "prompt_logprobs")
-    if fields.rid is not None and fields.request_id is not None:
-        raise bad_request("rid and request_id are one; give one of them", "rid")
     return {
         "model": fields.model,
         "params": params,
         "stream": fields.stream,
         "usage": options,
-        "label": _label(fields),
+        "label": read_label(fields.request_id, fields.rid),
         "show_logprobs": shown,
         "told_as_ids": fields.return_tokens_as_token_ids,
         "token_ids": fields.return_token_ids,
     }
 
 
-def _label(fields: _Common) -> str | None:
-    label = fields.request_id if fields.request_id is not None else fields.rid
+def read_label(request_id: str | None, rid: str | None) -> str | None:
+    """What the client calls its request, if it does; Refusal."""
+    if rid is not None and request_id is not None:
+        raise bad_request("rid and request_id are one; give one of them", "rid")
+    label = request_id if request_id is not None else rid
     if label is not None and not 0 < len(label) <= 256:
         raise bad_request("request_id must have 1 to 256 characters", "request_id")
     return label
