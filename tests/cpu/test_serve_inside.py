@@ -103,8 +103,9 @@ def test_an_embedding_is_read_on_every_loop_and_counted_under_its_reason(server:
         ("prompt_tokens", "total_tokens"), sum(map(len, PROMPTS))
     )
     state = httpx.get(f"{server.url}/state").json()
-    assert state["syncs"]["hidden-states"]["rows"] == server.engine.syncs.rows(SyncReason.HIDDEN_STATES)
-    assert server.engine.syncs.since(before).rows(SyncReason.HIDDEN_STATES) >= len(PROMPTS)
+    counted, reason = server.engine.syncs, SyncReason.HIDDEN_STATES
+    assert state["syncs"]["hidden-states"]["rows"] == counted.rows(reason)
+    assert counted.since(before).rows(reason) >= len(PROMPTS)
     again = httpx.post(f"{server.url}/v1/embeddings", json=body, timeout=60).json()
     assert again["data"] == found["data"]
 
@@ -247,6 +248,26 @@ def test_echo_without_output_tells_the_prompt_alone(overlap: Inside) -> None:
     assert choice["logprobs"]["tokens"] == ["a", "b", "c"]
     assert choice["logprobs"]["text_offset"] == [0, 1, 2]
     assert found["usage"]["completion_tokens"] == 0
+
+
+@pytest.mark.parametrize("max_tokens", [0, 5])
+def test_a_streamed_echo_tells_log_probabilities_as_a_whole_one_does(
+    server: Inside, max_tokens: int
+) -> None:
+    body: dict[str, Any] = {"prompt": [[7], *PROMPTS], "echo": True, "logprobs": 2, "seed": 3}
+    body |= {"max_tokens": max_tokens, "return_token_ids": True}
+    body |= {} if not max_tokens else {"n": 2, "min_tokens": max_tokens}
+    whole = completion(server, **body)["choices"]
+    texts = [""] * len(whole)
+    told: list[dict[str, list[Any]]] = [{} for _ in whole]
+    for (choice,) in (one["choices"] for one in streamed(server, **body)):
+        index = choice["index"]
+        assert bool(texts[index]) != ("prompt_token_ids" in choice), "the prompt comes first"
+        texts[index] += choice["text"]
+        for name, values in (choice["logprobs"] or {}).items():
+            told[index].setdefault(name, []).extend(values)
+    assert texts == [choice["text"] for choice in whole]
+    assert told == [choice["logprobs"] for choice in whole]
 
 
 def test_the_small_routes_answer(overlap: Inside) -> None:

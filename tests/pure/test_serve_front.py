@@ -19,7 +19,7 @@ from stepahead.serve.refusal import Refusal
 from stepahead.serve.requests import read_chat_request, read_completion_request
 from stepahead.serve.streams import DONE, ChatStory, TextStory
 from stepahead.text.texts import ToyTexts
-from stepahead.types import Finish, LogprobRows, Outputs, SamplingParams
+from stepahead.types import Finish, LogprobRows, Outputs, PromptLogprobs, SamplingParams
 
 TEXTS = ToyTexts(90)
 A, B, AB = 2, 3, 7  # tokens of the toy whose texts are these
@@ -46,11 +46,16 @@ class Engine:
         return rids
 
     def step(
-        self, tokens: dict[int, int], *finishes: Finish, logprobs: LogprobRows | None = None
+        self,
+        tokens: dict[int, int],
+        *finishes: Finish,
+        logprobs: LogprobRows | None = None,
+        prompt_logprobs: tuple[PromptLogprobs, ...] = (),
     ) -> None:
         rids = np.array([*tokens], np.int64)
         values = np.array([*tokens.values()], np.int32)
-        self.front.take(Step(Outputs(0, rids, values, (), finishes, logprobs)))
+        outputs = Outputs(0, rids, values, (), finishes, logprobs, prompt_logprobs)
+        self.front.take(Step(outputs))
 
 
 def finish(rid: int, tokens: list[int], reason: Any = "length", **more: Any) -> Finish:
@@ -398,6 +403,43 @@ def test_a_stream_echoes_and_tells_ids_where_asked() -> None:
         silent = {"prompt": "ab", "echo": True, "max_tokens": 0}
         found = [one["choices"][0] for one in await told(front, engine, silent, False)]
         assert "".join(choice["text"] for choice in found) == "ab"
+
+    played(play)
+
+
+def test_an_echo_waits_for_its_log_probabilities_and_an_abort_for_nothing() -> None:
+    async def play(front: Front, engine: Engine) -> None:
+        body = {"prompt": "abab", "echo": True, "logprobs": 0, "n": 2, "stream": True}
+        asked = read_completion_request(msgspec.json.encode(body))
+        for aborted in (False, True):
+            prompt = Prompt([A, B, AB], "abab")
+            call = front.begin("call", [prompt], asked.params, True)
+            story = TextStory(asked, call, TEXTS, 5, "toy")
+            assert story.begin() == b""
+            first, second = engine.take(engine.sent[-1])
+            engine.step({second: A}, logprobs=rows(asked, (second,), A))
+            # the first, whose prompt is told, was preempted: there is nothing to tell it behind
+            assert story.tell(await call.news()) == b""
+            if aborted:
+                engine.step({}, finish(first, [], "abort"), finish(second, [A], "abort"))
+            else:
+                values = rows(asked, (1, 2), B)
+                assert values is not None
+                scored = PromptLogprobs(first, 1, values)
+                engine.step(
+                    {first: B}, logprobs=rows(asked, (first,), B), prompt_logprobs=(scored,)
+                )
+            data = story.tell(await call.news())
+            found = [one["choices"][0] for one in events(data + DONE)]
+            assert [choice["text"] for choice in found[:2]] == ["abab"] * 2
+            logprobs = [choice["logprobs"] for choice in found]
+            if aborted:
+                assert logprobs[:2] == [None, None]
+                assert [choice["finish_reason"] for choice in found[2:]] == ["abort", None, "abort"]
+            else:
+                assert logprobs[0]["token_logprobs"] == [None, -2.0, -2.0]
+                assert [one["text_offset"] for one in logprobs] == [[0, 1, 2]] * 2 + [[4]] * 2
+                assert [choice["index"] for choice in found] == [0, 1, 0, 1]
 
     played(play)
 

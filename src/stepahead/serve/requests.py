@@ -120,6 +120,7 @@ def read_chat_request(body: bytes) -> AskedChat:
             words = "max_completion_tokens and max_tokens are one; give one, or the same twice"
             raise bad_request(words, "max_completion_tokens")
         sampling["max_tokens"] = fields.max_completion_tokens
+    _check_stream(fields, sampling)
     shown = _chat_logprobs(fields)
     params = _params(sampling, {"max_tokens": None}, shown)
     return AskedChat(
@@ -149,14 +150,13 @@ def read_completion_request(body: bytes) -> AskedCompletion:
     """Refusal names the field that can't be honoured."""
     sampling, rest = split_sampling(read_object(body))
     fields = convert(take_neutral(rest), CompletionFields)
+    _check_stream(fields, sampling)
     prompts = read_prompts(fields.prompt, "prompt")
     no_output = fields.echo and _is_zero(sampling.get("max_tokens"))
     if no_output:
         sampling["max_tokens"] = 1  # it is computed and not told
     shown = None if fields.logprobs is None else _within("logprobs", fields.logprobs)
     if fields.echo and shown is not None:
-        if fields.stream:
-            raise bad_request("echo with logprobs can't be streamed; leave stream out", "echo")
         sampling.setdefault("prompt_logprobs", shown)
     params = _params(sampling, {}, shown)
     if fields.best_of not in (None, params.n):
@@ -200,6 +200,12 @@ def _params(
         raise refusal_of(error) from error
 
 
+def _check_stream(fields: _Common, sampling: dict[str, Any]) -> None:
+    if fields.stream and "prompt_logprobs" in sampling:
+        words = "prompt_logprobs can't be streamed, but with echo; leave it or stream out"
+        raise bad_request(words, "prompt_logprobs")
+
+
 def _common(fields: _Common, params: SamplingParams, shown: int | None) -> dict[str, Any]:
     if fields.stream_options is not None and not fields.stream:
         raise bad_request("stream_options: only with stream set to true", "stream_options")
@@ -210,9 +216,6 @@ def _common(fields: _Common, params: SamplingParams, shown: int | None) -> dict[
             "stream_options",
             "unsupported_value",
         )
-    if fields.stream and params.prompt_logprobs is not None:
-        words = "prompt_logprobs can't be streamed; leave stream or prompt_logprobs out"
-        raise bad_request(words, "prompt_logprobs")
     return {
         "model": fields.model,
         "params": params,
