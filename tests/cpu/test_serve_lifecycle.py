@@ -111,6 +111,24 @@ def test_a_second_signal_ends_it_at_once(server: Served) -> None:
     assert gone(processes)
 
 
+def test_two_signals_at_the_same_instant_are_a_second_one(server: Served) -> None:
+    url = server.url()
+    processes = family(server)
+    with httpx.Client(timeout=60) as client:
+        body = LONG | {"stream": True, "n": 64}
+        running = client.send(
+            client.build_request("POST", f"{url}/v1/completions", json=body), stream=True
+        )
+        next(lines_of(running))
+        server.process.send_signal(signal.SIGSTOP)  # so that it finds both when it goes on
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCONT):
+            server.process.send_signal(number)
+        assert server.end() in (-signal.SIGTERM, -signal.SIGINT)
+        running.close()
+    assert not any("Traceback" in line for line in server.said)
+    assert gone(processes)
+
+
 @pytest.mark.parametrize("which", ["engine", "runner"])
 def test_a_process_that_dies_ends_streams_and_server(server: Served, which: str) -> None:
     url = server.url()

@@ -48,6 +48,7 @@ from stepahead.serve.requests import (
 from stepahead.serve.streams import ChatStory, TextStory
 from stepahead.text.texts import Texts
 from stepahead.types import RequestOutput, SamplingParams, as_prompt
+from stepahead.watch.loopback import LocalOnly
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -78,6 +79,9 @@ def serve_app(front: Front, config: ServeConfig, model: str, vocab_size: int) ->
         middleware.append(Middleware(CORSMiddleware, **open_to, **allowed))
     if config.api_key is not None:
         middleware.append(Middleware(KeyGuard, key=config.api_key))
+    elif config.local:
+        # nobody is asked for a key: a page whose own name leads to this machine must not be served
+        middleware.append(Middleware(LocalOnly, more=(config.host,)))
     return Starlette(
         routes=[Route(path, endpoint, methods=[how]) for how, path, endpoint in endpoints],
         middleware=middleware,

@@ -40,6 +40,11 @@ class ServeConfig:
     ping_interval: float = 10.0
     restart: bool = False
 
+    @property
+    def local(self) -> bool:
+        """Whether it listens for this machine alone."""
+        return self.host.startswith(_LOOPBACK)
+
     def __post_init__(self) -> None:
         if not 0 <= self.port < 1 << 16:
             raise ConfigError(f"port={self.port}; give one from 0 (any that is free) to 65535")
@@ -54,6 +59,7 @@ class ServeConfig:
                 raise ConfigError(f"{name} is empty; give it some text or leave it out")
 
 
+_LOOPBACK = ("127.", "::1", "localhost")
 _SECONDS = {
     "request_timeout": 1e-3,
     "shutdown_timeout": 0.0,

@@ -23,7 +23,6 @@ from stepahead.serve.options import ServeConfig
 
 _TOLD_S = 2.0  # how long clients may take to hear of an end
 _FAILED_S = 1.0  # how long a server whose engine has failed says so before it goes
-_LOOPBACK = ("127.", "::1", "localhost")
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -172,13 +171,14 @@ class Server:
         self._tell(self._where())
 
     def _where(self) -> str:
-        host = self._config.host
         only = ""
-        if host.startswith(_LOOPBACK):
+        if self._config.local:
             only = "; only this machine can reach it, --host 0.0.0.0 opens it to others"
         return f"serving {self._name} at {self.url}/v1{only}"
 
     def _on_signal(self, number: int) -> None:
+        if self._ending is not None:
+            signal.raise_signal(number)  # it had come with the first one, before the kernel had it
         begin_to_stop(number)  # a second one ends us at once, and the kernel the engine
         self._ending = asyncio.create_task(self._drain())
 
