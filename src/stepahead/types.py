@@ -90,7 +90,7 @@ class SamplingParams(
 
 
 # field: (lowest, highest, lowest itself allowed)
-_RANGES: dict[str, tuple[float, float, bool]] = {
+RANGES: dict[str, tuple[float, float, bool]] = {
     "n": (1, 128, True),
     "temperature": (0.0, 100.0, True),
     "top_p": (0.0, 1.0, False),
@@ -128,7 +128,7 @@ _FLAGS = (
 
 
 def _check_params(params: SamplingParams) -> None:
-    for name, (low, high, closed) in _RANGES.items():
+    for name, (low, high, closed) in RANGES.items():
         _check_number(name, getattr(params, name), low, high, closed)
     for name in _FLAGS:
         if not isinstance(getattr(params, name), bool):

@@ -281,9 +281,10 @@ def read_detokenize(body: bytes) -> DetokenizeFields:
     return convert(read_object(body), DetokenizeFields)
 
 
-def read_abort(body: bytes) -> AbortFields:
-    """Refusal names the field that is wrong."""
+def read_abort(body: bytes) -> str | None:
+    """Whom to abort, None for all; Refusal names the field that is wrong."""
     fields = convert(read_object(body), AbortFields)
-    if not fields.abort_all and fields.request_id is None and fields.rid is None:
+    label = read_label(fields.request_id, fields.rid)
+    if fields.abort_all == (label is not None):
         raise bad_request("name a request_id, or set abort_all to true", "request_id")
-    return fields
+    return label
