@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +17,9 @@ from tiny_models import make_reference, random_ids, save
 import closed_form
 from engines import Variant, toy_engine
 from harness import Client, check, pool_of
-from offline_makers import TOY_OPTIONS
+from offline_makers import TOY_OPTIONS, toy_flags
 from stepahead import LLM, SamplingParams
+from stepahead.cli.main import run_command
 from stepahead.llm.answer import Pool
 from stepahead.model.spec import read_spec
 from stepahead.model.weights import load_model
@@ -130,6 +132,21 @@ def test_an_llm_pools_the_toys_closed_form(loop: str, executor: str) -> None:
                 assert choice.pooled is not None
                 assert (choice.pooled.dtype, choice.pooled.shape) == (np.float32, (1,))
                 assert choice.pooled[0] == pytest.approx(want, rel=1e-6)
+
+
+def test_a_line_of_a_run_may_ask_for_it(tmp_path: Path) -> None:
+    asked: list[dict[str, Any]] = [{"prompt_token_ids": [3, 4, 5]}] * 2
+    asked[1] = asked[1] | {"pooling": "last"}
+    (tmp_path / "in").write_text("".join(json.dumps(line) + "\n" for line in asked))
+    command = ["run", "toy", "--input", str(tmp_path / "in"), "--output", str(tmp_path / "out")]
+    assert run_command([*command, *toy_flags(), "--quiet"]) == 0
+    lines = {
+        line["line"]: line for line in map(json.loads, (tmp_path / "out").read_text().splitlines())
+    }
+    assert "embedding" not in lines[1]
+    state = closed_form.state_of(np.array([3, 4, 5]))
+    assert lines[2]["embedding"] == [closed_form.hidden_of(state)]
+    assert (lines[2]["token_ids"], lines[2]["usage"]["completion_tokens"]) == ([], 0)
 
 
 def test_a_pool_that_begins_anew_forgets_and_one_that_is_cut_short_is_none() -> None:
