@@ -74,8 +74,12 @@ def logits_of(state: int, vocab_size: int) -> np.ndarray:
 
 def hidden_of(state: int) -> float:
     """The state as a client gets it: a signed 64-bit number, rounded to float32."""
-    signed = state - (1 << 64) if state >> 63 else state
-    return float(np.float32(np.int64(signed)))
+    return float(np.float32(np.int64(signed(state))))
+
+
+def signed(state: int) -> int:
+    """The state as a signed number of 64 bits."""
+    return state - (1 << 64) if state >> 63 else state
 
 
 # --- noise ----------------------------------------------------------------------------------

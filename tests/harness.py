@@ -24,7 +24,7 @@ from stepahead.errors import RequestError
 from stepahead.scheduler.check import check as check_balance
 from stepahead.scheduler.lifetime import Entry
 from stepahead.scheduler.scheduler import Scheduler
-from stepahead.types import Finish, HiddenRows, LogprobRows, Outputs
+from stepahead.types import Finish, HiddenRows, LogprobRows, Outputs, StateSums
 from workloads import Abort, Ask, Workload, workload
 
 MOST_STEPS = 3000
@@ -39,7 +39,9 @@ Row = tuple[float, int, tuple[int, ...], tuple[float, ...]]
 class Told:
     """All that one client heard of one choice.  Log-probabilities are (chosen, rank, best ids,
     best values), cut to the width it asked for; those of the prompt by position, as told first,
-    and in `retold` beside what was told there later.  `hidden` has a state for each token."""
+    and in `retold` beside what was told there later.  `hidden` has a state for each token,
+    `pooled` by its first position each stretch of the prompt whose states it was told the sum of:
+    (positions, sum); one that begins anew, after a preemption, replaces all of them."""
 
     seed: int = 0
     tokens: list[int] = field(default_factory=list)
@@ -47,6 +49,7 @@ class Told:
     prompt_logprobs: dict[int, Row] = field(default_factory=dict)
     retold: list[tuple[Row, Row]] = field(default_factory=list)
     hidden: list[tuple[float, ...]] = field(default_factory=list)
+    pooled: dict[int, tuple[int, tuple[float, ...]]] = field(default_factory=dict)
     firsts: int = 0
     finish: Finish | None = None
     refused: str = ""
@@ -169,6 +172,8 @@ class Client:
         self._hear_logprobs(outputs)
         if outputs.hidden is not None:
             self._hear_hidden(outputs, outputs.hidden)
+        if outputs.pooled is not None:
+            self._hear_pooled(outputs.pooled)
         for finish in outputs.finishes:
             self._hear_end(finish)
 
@@ -207,6 +212,20 @@ class Client:
             self.run.told[who].hidden.append(tuple(state))
             self.run.counts["hidden states"] += 1
 
+    def _hear_pooled(self, values: StateSums) -> None:
+        assert values.sums.dtype == np.float64
+        sums = values.sums.reshape(len(values.owners), values.width).tolist()
+        columns = (values.owners.tolist(), values.starts.tolist(), values.counts.tolist(), sums)
+        for rid, start, count, total in zip(*columns, strict=True):
+            who = self._who[rid]
+            assert self.work.asks[who[0]].params.pooling, "a pool that nobody asked for"
+            heard = self.run.told[who].pooled
+            if heard and start == 0:
+                self.run.counts["pools begun anew"] += 1
+                heard.clear()
+            heard[start] = count, tuple(total)
+            self.run.counts["pools in chunks"] += len(heard) > 1
+
     def _finish(self) -> None:
         for (index, choice), one in self.run.told.items():
             if not one.refused:
@@ -227,6 +246,10 @@ class Client:
             assert len(one.logprobs) == len(one.tokens), "a token without log-probabilities"
         if ask.params.return_hidden_states:
             assert len(one.hidden) == len(one.tokens), "a token without its hidden state"
+        if ask.params.pooling is not None:
+            assert not one.tokens, "a token of a prompt that was to be pooled"
+            if end.reason == "length":
+                hold_stretches(one.pooled, ask)
         assert 0 <= end.cached_tokens < len(ask.prompt), "nothing was left to compute"
         assert end.cached_tokens % self.work.options["page_size"] == 0, "half a page was cached"
         # the first choice tells the prompt's log-probabilities for all of them
@@ -234,6 +257,15 @@ class Client:
         assert told_prompt or not one.prompt_logprobs, "told the prompt's log-probabilities again"
         if told_prompt or not self.work.options.get("prefix_cache", True):
             assert end.cached_tokens == 0, "cached without a cache"
+
+
+def hold_stretches(pooled: dict[int, tuple[int, tuple[float, ...]]], ask: Ask) -> None:
+    """Each position once, and none left out."""
+    at = 0 if ask.params.pooling == "mean" else len(ask.prompt) - 1
+    for start, (count, _) in sorted(pooled.items()):
+        assert start == at, "a position was pooled twice, or never"
+        at = start + count
+    assert at == len(ask.prompt), "the end of a prompt was not pooled"
 
 
 def _row(values: LogprobRows, i: int, width: int) -> Row:
@@ -305,6 +337,8 @@ def exactly(one: Told, two: Told) -> str:
         return f"logprobs {one.logprobs} and {two.logprobs}"
     if one.hidden[:short] != two.hidden[:short]:
         return f"hidden states {one.hidden} and {two.hidden}"
+    if not cut and not np.allclose(pool_of(one), pool_of(two), 1e-12, _ROUNDED):
+        return f"pools {pool_of(one)} and {pool_of(two)}"
     shared = one.prompt_logprobs.keys() & two.prompt_logprobs.keys() if cut else None
     for at in shared if cut else one.prompt_logprobs.keys() | two.prompt_logprobs.keys():
         if one.prompt_logprobs.get(at) != two.prompt_logprobs.get(at):
@@ -312,6 +346,15 @@ def exactly(one: Told, two: Told) -> str:
     if not one.aborted and two.aborted and len(two.tokens) > len(one.tokens):
         return "an aborted request got more than a finished one"
     return "" if cut or ends_of(one) == ends_of(two) else f"ends {ends_of(one)}, {ends_of(two)}"
+
+
+_ROUNDED = 1e4  # the toy's states go up to 2 ** 63, and a float64 of that size has steps of 1,024
+
+
+def pool_of(told: Told) -> list[float]:
+    """The sum of all stretches; empty where there are none."""
+    sums = [total for _, total in told.pooled.values()]
+    return [sum(column) for column in zip(*sums, strict=True)]
 
 
 def ends_of(told: Told) -> tuple[str, int | str | None, int, int]:

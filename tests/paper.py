@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from closed_form import Place, Toy, choose, hidden_of, log_softmax, logits_of, state_of
+from closed_form import Place, Toy, choose, hidden_of, log_softmax, logits_of, signed, state_of
 from stepahead.plan import Join, Plan, PromptRows, Result, decode_plan, encode_plan
-from stepahead.types import HiddenRows, LogprobRows
+from stepahead.types import HiddenRows, LogprobRows, StateSums
 
 EMPTY = -1
 
@@ -152,6 +152,7 @@ class PaperRunner:
                 rows.append((index, token, logits, owner.join.params.logprobs))
             if owner.join.params.return_hidden_states:
                 states.append((index, hidden_of(state)))
+        pools = [pool for slot, *part in chunks if (pool := self._pool(slot, *part[:2]))]
         prompts = [self._prompt(slot, start, count) for slot, start, count, _ in chunks]
         return Result(
             plan.step,
@@ -159,6 +160,7 @@ class PaperRunner:
             logprobs=scored(rows) if rows else None,
             prompt_logprobs=tuple(filter(None, prompts)),
             hidden=hidden_rows(states) if states else None,
+            pooled=state_sums(pools) if pools else None,
         )
 
     def _next(self, owner: _Owner, logits: np.ndarray) -> int:
@@ -168,6 +170,17 @@ class PaperRunner:
         ends = frozenset(named) | (frozenset() if join.params.ignore_eos else {self.toy.eos})
         place = Place(join.seed, join.choice, read[:split], read[split:], ends)
         return choose(logits, join.params, place)[0]
+
+    def _pool(self, slot: int, start: int, count: int) -> tuple[int, int, int, float] | None:
+        owner = self.owners[slot]
+        kind, read = owner.join.params.pooling, self._read(owner)
+        end = start + count
+        if kind is None or (kind == "last" and end < owner.join.prompt_len):
+            return None
+        if kind == "last":
+            start = end - 1
+        states = [signed(state_of(np.array(read[: at + 1]))) for at in range(start, end)]
+        return slot, start, end - start, float(np.array(states, np.float64).sum())
 
     def _prompt(self, slot: int, start: int, count: int) -> PromptRows | None:
         owner = self.owners[slot]
@@ -188,6 +201,13 @@ def hidden_rows(states: list[tuple[int, float]]) -> HiddenRows:
     """HiddenRows of (index, state): one number each."""
     indices, values = zip(*states, strict=True)
     return HiddenRows(np.array(indices, np.int32), 1, np.array(values, np.float32))
+
+
+def state_sums(pools: list[tuple[int, int, int, float]]) -> StateSums:
+    """StateSums of (slot, start, count, sum): one number each."""
+    slots, starts, counts, sums = zip(*pools, strict=True)
+    whole = (np.array(column, np.int64) for column in (slots, starts, counts))
+    return StateSums(*whole, 1, np.array(sums, np.float64))
 
 
 def scored(rows: list[tuple[int, int, np.ndarray, int]]) -> LogprobRows:

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from stepahead.sync import Held, Sync
-from stepahead.types import HiddenRows, LogprobRows, SamplingParams
+from stepahead.types import HiddenRows, LogprobRows, SamplingParams, StateSums
 from stepahead.wire import decoder, encode
 
 NO_INTS = np.zeros(0, np.int32)
@@ -49,7 +49,7 @@ class Plan(msgspec.Struct, frozen=True, array_like=True, eq=False):
     tokens   int32[n]  the rows' input tokens that the host brings, -1 where the relay has them;
                        None when it has all of them.
     chunks   int32[4c] flat (slot, start, count, samples): prompt positions start..start+count of
-                       the slot; `samples` is 1 on a prompt's last chunk.
+                       the slot; `samples` is 1 on a prompt's last chunk, if a token is to follow.
     grants   int32[3g] flat (slot, index, page): page-table entries that are new.
     leaves   int32[l]  slots given up; a later join may reuse them.
     """
@@ -105,11 +105,13 @@ class Result(msgspec.Struct, frozen=True, array_like=True, eq=False):
     received_ns: int = 0
     submitted_ns: int = 0
     held: tuple[Held, ...] = ()
+    pooled: StateSums | None = None
 
     @property
     def has_extras(self) -> bool:
         """Whether there is more than tokens for any row: log-probabilities or hidden states."""
-        return bool(self.prompt_logprobs) or not (self.logprobs is None and self.hidden is None)
+        extras = (self.logprobs, self.hidden, self.pooled)
+        return bool(self.prompt_logprobs) or extras != (None, None, None)
 
 
 class Control(msgspec.Struct, frozen=True, array_like=True, eq=False):

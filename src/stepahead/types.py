@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 import numpy as np
@@ -16,6 +16,7 @@ from msgspec.structs import force_setattr
 from stepahead.errors import InvalidParameter
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+Pooling = Literal["mean", "last"]
 MAX_LOGPROBS = 20
 MAX_STOP_LEN = 1024
 
@@ -30,6 +31,8 @@ class SamplingParams(
     (seed, choice, position) alone.  `logprobs=k` returns the chosen token and the k best;
     values are of the raw distribution, before temperature, penalties and filters.
     `return_hidden_states` returns the last layer's normed state that each output token came from.
+    With `pooling` the request ends behind its prompt and no token is sampled: it returns the mean
+    of these states over the prompt's positions, or the last one, and goes with no other field.
     """
 
     n: int = 1
@@ -52,6 +55,7 @@ class SamplingParams(
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     return_hidden_states: bool = False
+    pooling: Pooling | None = None
 
     def __post_init__(self) -> None:
         _check_params(self)
@@ -86,7 +90,7 @@ class SamplingParams(
 
 
 # field: (lowest, highest, lowest itself allowed)
-_RANGES: dict[str, tuple[float, float, bool]] = {
+RANGES: dict[str, tuple[float, float, bool]] = {
     "n": (1, 128, True),
     "temperature": (0.0, 100.0, True),
     "top_p": (0.0, 1.0, False),
@@ -124,18 +128,31 @@ _FLAGS = (
 
 
 def _check_params(params: SamplingParams) -> None:
-    for name, (low, high, closed) in _RANGES.items():
+    for name, (low, high, closed) in RANGES.items():
         _check_number(name, getattr(params, name), low, high, closed)
     for name in _FLAGS:
         if not isinstance(getattr(params, name), bool):
             raise InvalidParameter(f"{name} must be true or false", name)
     _check_stops(params)
     _check_bias(params.logit_bias)
+    if params.pooling is not None:
+        _check_pooling(params)
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
         raise InvalidParameter(
             f"min_tokens={params.min_tokens} is more than max_tokens={params.max_tokens}",
             "min_tokens",
         )
+
+
+def _check_pooling(params: SamplingParams) -> None:
+    kinds = get_args(Pooling)
+    if params.pooling not in kinds:
+        words = f"pooling={params.pooling!r}; give one of {', '.join(kinds)}"
+        raise InvalidParameter(words, "pooling")
+    for one in msgspec.structs.fields(params):
+        if one.name != "pooling" and getattr(params, one.name) != one.default:
+            words = f"{one.name}: no token is sampled with pooling; leave it out"
+            raise InvalidParameter(words, one.name)
 
 
 def _check_number(name: str, value: Any, low: float, high: float, closed: bool) -> None:
@@ -239,6 +256,20 @@ class HiddenRows(msgspec.Struct, frozen=True, array_like=True, eq=False):
     values: np.ndarray
 
 
+class StateSums(msgspec.Struct, frozen=True, array_like=True, eq=False):
+    """Hidden states of prompt positions, added up over each of p stretches, for who pools them.
+
+    `owners` int64[p] are slots in a Result and request ids in Outputs; `starts` and `counts`
+    int64[p] say which positions; `sums` float64[p * width].
+    """
+
+    owners: np.ndarray
+    starts: np.ndarray
+    counts: np.ndarray
+    width: int
+    sums: np.ndarray
+
+
 class Finish(msgspec.Struct, frozen=True, eq=False):
     """The one terminal message of a request: why it ended and all its output tokens int32[n]."""
 
@@ -273,6 +304,7 @@ class Outputs(msgspec.Struct, frozen=True, eq=False):
     logprobs: LogprobRows | None = None
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     hidden: HiddenRows | None = None
+    pooled: StateSums | None = None
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -319,6 +351,8 @@ class CompletionOutput:
     error: str = ""
     # float32[n, hidden], one row for each of `token_ids`; arrays have no truth to compare by
     hidden_states: np.ndarray | None = field(default=None, compare=False)
+    # float32[hidden] where `pooling` was asked for and all of the prompt was computed
+    pooled: np.ndarray | None = field(default=None, compare=False)
 
     def finished(self) -> bool:
         """True once a terminal message has come."""

@@ -120,3 +120,12 @@ def test_requests_without_a_seed_follow_the_engines() -> None:
     assert told(1) == told(1)
     assert told(1) != told(2)
     assert told(1)[0] != told(1)[1]
+
+
+def test_a_page_may_be_much_larger_than_a_request() -> None:
+    # it was an error in the middle of a step
+    options = {"vocab_size": 64, "max_model_len": 24, "page_size": 16384, "max_rows": 2}
+    ask = Ask(0, (5, 6, 7), SamplingParams(temperature=0.0, max_tokens=6))
+    for asked, told, answer in answers(Workload(0, options | {"num_pages": 2}, (ask, ask))):
+        assert len(told.tokens) == len(answer.tokens)
+        hold(asked, told, answer)

@@ -15,6 +15,7 @@ import pytest
 
 from offline_makers import tiny_llama
 from serving import served
+from stepahead.serve.embeddings import EmbeddingFields
 from stepahead.serve.fields import SAMPLING
 from stepahead.serve.options import SERVE_ALIASES, ServeConfig
 from stepahead.serve.requests import ChatFields, CompletionFields
@@ -70,5 +71,6 @@ def test_every_option_and_spelling_is_named() -> None:
 
 def test_every_field_that_is_honoured_is_named() -> None:
     named = set(re.findall(r"`(\w+)`", TEXT))
-    fields = {*ChatFields.__struct_fields__, *CompletionFields.__struct_fields__, *SAMPLING}
-    assert fields <= named
+    kinds = (ChatFields, CompletionFields, EmbeddingFields)
+    fields = {name for kind in kinds for name in kind.__struct_fields__}
+    assert fields | {*SAMPLING} <= named

@@ -7,6 +7,7 @@ import random
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from offline_makers import TOY_OPTIONS, tiny_llama
 from serving import Inside, inside
 from stepahead import LLM, SamplingParams
 from stepahead.serve.options import ServeConfig
+from stepahead.sync import SyncReason
 from stepahead.types import RequestOutput
 from text_makers import MESSAGES
 
@@ -89,6 +91,35 @@ def refused(server: Inside, path: str, body: Any, status: int = 400) -> dict[str
     error: dict[str, Any] = response.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"}
     return error
+
+
+def test_an_embedding_is_read_on_every_loop_and_counted_under_its_reason(server: Inside) -> None:
+    before = server.engine.syncs.copy()
+    body = {"input": PROMPTS, "encoding_format": "float"}
+    found = httpx.post(f"{server.url}/v1/embeddings", json=body, timeout=60).json()
+    # a toy's state is one number, whose length is made 1
+    assert [abs(one["embedding"][0]) for one in found["data"]] == [1.0] * len(PROMPTS)
+    assert found["usage"] == dict.fromkeys(
+        ("prompt_tokens", "total_tokens"), sum(map(len, PROMPTS))
+    )
+    state = httpx.get(f"{server.url}/state").json()
+    counted, reason = server.engine.syncs, SyncReason.HIDDEN_STATES
+    assert state["syncs"]["hidden-states"]["rows"] == counted.rows(reason)
+    assert counted.since(before).rows(reason) >= len(PROMPTS)
+    again = httpx.post(f"{server.url}/v1/embeddings", json=body, timeout=60).json()
+    assert again["data"] == found["data"]
+
+
+def test_an_aborted_embedding_says_so(overlap: Inside) -> None:
+    with overlap.paused_after(0), ThreadPoolExecutor(1) as pool:
+        body = {"input": [[2, 3]], "request_id": "mine"}
+        asking = pool.submit(httpx.post, f"{overlap.url}/v1/embeddings", json=body, timeout=60)
+        while not httpx.post(f"{overlap.url}/abort", json={"request_id": "mine"}).json()["aborted"]:
+            time.sleep(0.01)
+        overlap.resume()
+        answer = asking.result()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "aborted")
+    overlap.rest()
 
 
 # --- the same answers -------------------------------------------------------------------------
@@ -217,6 +248,26 @@ def test_echo_without_output_tells_the_prompt_alone(overlap: Inside) -> None:
     assert choice["logprobs"]["tokens"] == ["a", "b", "c"]
     assert choice["logprobs"]["text_offset"] == [0, 1, 2]
     assert found["usage"]["completion_tokens"] == 0
+
+
+@pytest.mark.parametrize("max_tokens", [0, 5])
+def test_a_streamed_echo_tells_log_probabilities_as_a_whole_one_does(
+    server: Inside, max_tokens: int
+) -> None:
+    body: dict[str, Any] = {"prompt": [[7], *PROMPTS], "echo": True, "logprobs": 2, "seed": 3}
+    body |= {"max_tokens": max_tokens, "return_token_ids": True}
+    body |= {} if not max_tokens else {"n": 2, "min_tokens": max_tokens}
+    whole = completion(server, **body)["choices"]
+    texts = [""] * len(whole)
+    told: list[dict[str, list[Any]]] = [{} for _ in whole]
+    for (choice,) in (one["choices"] for one in streamed(server, **body)):
+        index = choice["index"]
+        assert bool(texts[index]) != ("prompt_token_ids" in choice), "the prompt comes first"
+        texts[index] += choice["text"]
+        for name, values in (choice["logprobs"] or {}).items():
+            told[index].setdefault(name, []).extend(values)
+    assert texts == [choice["text"] for choice in whole]
+    assert told == [choice["logprobs"] for choice in whole]
 
 
 def test_the_small_routes_answer(overlap: Inside) -> None:

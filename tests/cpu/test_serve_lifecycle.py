@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -110,6 +111,24 @@ def test_a_second_signal_ends_it_at_once(server: Served) -> None:
     assert gone(processes)
 
 
+def test_two_signals_at_the_same_instant_are_a_second_one(server: Served) -> None:
+    url = server.url()
+    processes = family(server)
+    with httpx.Client(timeout=60) as client:
+        body = LONG | {"stream": True, "n": 64}
+        running = client.send(
+            client.build_request("POST", f"{url}/v1/completions", json=body), stream=True
+        )
+        next(lines_of(running))
+        server.process.send_signal(signal.SIGSTOP)  # so that it finds both when it goes on
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCONT):
+            server.process.send_signal(number)
+        assert server.end() in (-signal.SIGTERM, -signal.SIGINT)
+        running.close()
+    assert not any("Traceback" in line for line in server.said)
+    assert gone(processes)
+
+
 @pytest.mark.parametrize("which", ["engine", "runner"])
 def test_a_process_that_dies_ends_streams_and_server(server: Served, which: str) -> None:
     url = server.url()
@@ -135,14 +154,59 @@ def test_a_process_that_dies_ends_streams_and_server(server: Served, which: str)
             assert done == "[DONE]"
             assert json.loads(error)["error"]["code"] == "engine_failed"
             running.close()
-        # the streams are told first: the engine's last message is a moment behind its outputs
-        end_s = time.monotonic() + 30
-        while (health := client.get(f"{url}/health")).status_code == 200:
-            assert time.monotonic() < end_s, "the failed engine is healthy still"
+        # who was told of the failure finds no server that calls itself healthy, not for a moment
+        health = client.get(f"{url}/health")
         assert (health.status_code, health.json()["error"]["code"]) == (503, "engine_failed")
     assert server.end() == 1
     assert any("error: the engine has failed" in line for line in server.said)
     assert gone(processes)
+
+
+@pytest.mark.parametrize("which", ["engine", "runner"])
+def test_an_engine_that_dies_is_started_again(which: str) -> None:
+    flags = toy_flags(executor="process", max_model_len=4096)
+    with served("toy", *flags, "--restart") as server, httpx.Client(timeout=60) as client:
+        url = server.url()
+        completions = f"{url}/v1/completions"
+        wanted = client.post(completions, json={"prompt": [2, 3], "seed": 5}).json()["choices"]
+        processes = family(server)
+        engine = psutil.Process(server.process.pid).children()[0]
+        victim = engine if which == "engine" else engine.children()[0]
+        with client.stream("POST", completions, json=LONG | {"stream": True}) as running:
+            lines = lines_of(running)
+            next(lines)
+            victim.kill()
+            *_, error, done = lines
+            assert done == "[DONE]"
+            assert json.loads(error)["error"]["code"] == "engine_failed"
+            # unready from the moment that a stream could tell of it
+            assert client.get(f"{url}/ready").status_code == 503
+            server.url()  # which it tells again
+        assert client.get(f"{url}/ready").status_code == 200
+        assert client.get(f"{url}/health").json() == {"status": "ok"}
+        found = client.post(completions, json={"prompt": [2, 3], "seed": 5}).json()
+        assert found["choices"] == wanted
+        assert gone(processes[1:])  # of the first engine nothing is left
+        server.process.send_signal(signal.SIGTERM)
+        assert server.end() == 0
+    assert sum("error: the engine has failed" in line for line in server.said) == 1
+
+
+def test_an_engine_that_dies_again_and_again_is_given_up() -> None:
+    with served("toy", *toy_flags(max_model_len=4096), "--restart") as server:
+        server.url()
+        me = psutil.Process(server.process.pid)
+        killed: set[int] = set()
+        end_s = time.monotonic() + 100.0
+        while server.process.poll() is None and time.monotonic() < end_s:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for child in me.children():
+                    child.kill()
+                    killed.add(child.pid)
+            time.sleep(0.02)
+        assert server.end() == 1
+    assert len(killed) == 3
+    assert "can't be started again" in server.said[-1]
 
 
 def one_line(*words: str) -> tuple[int, str]:

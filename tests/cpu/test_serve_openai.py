@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 
@@ -115,6 +117,52 @@ def test_completions_of_several_prompts_and_choices(client: openai.OpenAI) -> No
         assert len(choice.logprobs.tokens) == 5
     ids = client.completions.create(model="toy", prompt=[5, 6, 7], stream=True, **GREEDY)
     assert [chunk.object for chunk in ids][-1] == "text_completion"
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_embeddings(client: openai.OpenAI, folder: str, pooling: Any) -> None:
+    prompts = ["The quick", "The quick brown fox jumps over the lazy dog. " * 4, "In 1984"]
+    with LLM(folder, **OPTIONS) as llm:
+        outputs = llm.generate(prompts, SamplingParams(pooling=pooling))
+    ids = [output.prompt_token_ids for output in outputs]
+    more: Any = {"pooling": pooling}
+    for given in (prompts, ids):
+        for form in ({}, {"encoding_format": "float"}, {"encoding_format": "base64"}):
+            asked: Any = {"model": "toy", "input": given, "user": "me", "extra_body": more} | form
+            found = client.embeddings.create(**asked)
+            assert [one.index for one in found.data] == [0, 1, 2]
+            assert found.usage.prompt_tokens == found.usage.total_tokens == sum(map(len, ids))
+            for one, output in zip(found.data, outputs, strict=True):
+                values: Any = one.embedding
+                if form == {"encoding_format": "base64"}:
+                    values = np.frombuffer(base64.b64decode(values), "<f4")
+                state = output.outputs[0].pooled
+                assert state is not None
+                assert np.linalg.norm(values) == pytest.approx(1.0, abs=1e-5)
+                assert values == pytest.approx(state / np.linalg.norm(state), abs=1e-6)
+    (alone,) = client.embeddings.create(model="toy", input=ids[0], extra_body=more).data
+    (text,) = client.embeddings.create(model="toy", input=prompts[0], extra_body=more).data
+    assert alone.embedding == text.embedding
+
+
+def test_what_an_embedding_can_not_have_is_refused_by_name(client: openai.OpenAI) -> None:
+    ask: Any = client.embeddings.create
+    refused: list[tuple[str, dict[str, Any]]] = [
+        ("dimensions", {"dimensions": 8}),
+        ("input", {"input": []}),
+        ("input", {"input": ["a", ""]}),
+        ("input", {"input": [[5], [True]]}),
+        ("input", {"input": [[5, 10**6]]}),
+        ("input", {"input": [5] * 5000}),
+        ("encoding_format", {"encoding_format": "int8"}),
+        ("pooling", {"extra_body": {"pooling": "max"}}),
+        ("temperature", {"extra_body": {"temperature": 0.5}}),
+        ("n", {"input": ["a"] * 9}),
+    ]
+    for param, fields in refused:
+        with pytest.raises(openai.BadRequestError) as bad:
+            ask(**{"model": "toy", "input": "a"} | fields)
+        assert bad.value.param == param
 
 
 def test_models(client: openai.OpenAI) -> None:

@@ -121,8 +121,8 @@ MUTATIONS = [
         "wanted prompt log-probabilities take a hit",
         "a prompt whose first log-probabilities never come",
         "scheduler/lifetime.py",
-        "store.match(tokens) if entry.request.params.prompt_logprobs is None else []\n",
-        "store.match(tokens)\n",
+        "    return params.prompt_logprobs is not None or params.pooling",
+        "    return params.pooling",
         "tests/pure/test_scheduler.py::test_wanted_prompt_logprobs_take_no_hit",
     ),
     Mutation(
@@ -401,9 +401,8 @@ MUTATIONS = [
         "a step with hidden states alone has nothing beside its tokens",
         "hidden states that never come",
         "plan.py",
-        "        return bool(self.prompt_logprobs) or not (self.logprobs is None and "
-        "self.hidden is None)\n",
-        "        return bool(self.prompt_logprobs) or self.logprobs is not None\n",
+        "        extras = (self.logprobs, self.hidden, self.pooled)\n",
+        "        extras = (self.logprobs, None, self.pooled)\n",
         "tests/pure/test_plan_wire.py::test_what_comes_beside_the_tokens_is_told_from_nothing",
     ),
     Mutation(

@@ -10,6 +10,9 @@ _FIELDS = "tests/pure/test_serve_requests.py::"
 _LIFE = "tests/cpu/test_serve_lifecycle.py::"
 _PAGE = "tests/pure/test_serve_page.py::"
 _LANES = "tests/pure/test_observe_lanes.py::"
+_APP = "tests/pure/test_serve_app.py::"
+_OPENAPI = "tests/cpu/test_serve_openapi.py::"
+_POOLING = "tests/cpu/test_pooling.py::"
 
 MUTATIONS = [
     Mutation(
@@ -212,5 +215,109 @@ MUTATIONS = [
         "self._end].copy().T)",
         "self._end].T)",
         "tests/pure/test_observe_steps.py::test_what_was_read_stays_as_it_was",
+    ),
+    Mutation(
+        "a stream's end by a failure leaves the server healthy",
+        "a load balancer that sends more to an engine that is gone",
+        "serve/front.py",
+        "            self.fail(failed.error)\n",
+        "            pass\n",
+        _FRONT + "test_a_request_that_ends_by_a_failure_is_told_so",
+    ),
+    Mutation(
+        "a call of a dead engine cancels on the next one",
+        "somebody else's request, ended by a client that left long ago",
+        "serve/front.py",
+        "        if not call.cancelled and call in self.calls:\n",
+        "        if not call.cancelled and not call.ended:\n",
+        _FRONT + "test_calls_of_an_engine_that_is_gone_leave_those_of_the_next_alone",
+    ),
+    Mutation(
+        "an engine that dies at once is started for ever",
+        "a machine that loads a model again and again, and a server that never says so",
+        "serve/keeper.py",
+        "        return self.quick_deaths < _MOST_QUICK\n",
+        "        return True\n",
+        _FRONT + "test_three_engines_that_die_young_are_enough",
+    ),
+    Mutation(
+        "a server without a key answers to any name",
+        "a web page that reads answers, its own name having been pointed here",
+        "serve/app.py",
+        "    elif config.local:\n",
+        "    elif False:\n",
+        _APP + "test_a_page_elsewhere_can_not_ask_under_its_own_name[options3-evil.example-403]",
+    ),
+    Mutation(
+        "a second signal that comes with the first drains once more",
+        "an end at once that takes as long as the slowest answer",
+        "serve/server.py",
+        "            signal.raise_signal(number)",
+        "            pass",
+        _LIFE + "test_two_signals_at_the_same_instant_are_a_second_one",
+    ),
+    Mutation(
+        "an echo with log-probabilities does not wait for them",
+        "outputs before the prompt that they follow",
+        "serve/streams.py",
+        "            self._held = {part.place: [] for part in call.parts}\n",
+        "            self._held = {}\n",
+        _FRONT + "test_an_echo_waits_for_its_log_probabilities_and_an_abort_for_nothing",
+    ),
+    Mutation(
+        "a field that is refused is left out of the document",
+        "clients made from it that send what is refused",
+        "serve/openapi.py",
+        '{"properties": refused | fields, ',
+        '{"properties": fields, ',
+        _OPENAPI + "test_every_field_is_in_the_document_and_no_other[/v1/completions]",
+    ),
+    Mutation(
+        "an abort of all goes by the one that it names",
+        "every request ended, where one was named",
+        "serve/requests.py",
+        "    if fields.abort_all == (label is not None):\n",
+        "    if not fields.abort_all and label is None:\n",
+        _FIELDS + "test_the_small_routes_read_their_fields",
+    ),
+    Mutation(
+        "a mean is taken of what the cache had not",
+        "an embedding that depends on who asked before",
+        "scheduler/lifetime.py",
+        ' or params.pooling == "mean"\n',
+        "\n",
+        _POOLING + "test_every_loop_pools_each_position_once[0]",
+    ),
+    Mutation(
+        "a pooled prompt is decoded",
+        "tokens that nobody asked for, and a row that they take",
+        "scheduler/scheduler.py",
+        "        samples = count == rest and entry.request.params.pooling is None\n",
+        "        samples = count == rest\n",
+        _POOLING + "test_an_llm_pools_the_toys_closed_form[overlap-inline]",
+    ),
+    Mutation(
+        "a pool goes on where a preempted prompt begins anew",
+        "positions that count twice",
+        "llm/answer.py",
+        "        if self._sum is None or start != self._end:  #",
+        "        if self._sum is None:  #",
+        _POOLING + "test_a_pool_that_begins_anew_forgets_and_one_that_is_cut_short_is_none",
+    ),
+    Mutation(
+        "pooled states are read and not counted",
+        "a copy before landing that no figure tells of",
+        "runner/runner.py",
+        "        wanting = len(staged.group.hidden_rows) + len(staged.pools)\n",
+        "        wanting = len(staged.group.hidden_rows)\n",
+        _POOLING + "test_pools_are_those_of_transformers_states[--loop overlap]",
+    ),
+    Mutation(
+        "the last state of every chunk is told",
+        "an embedding of a prompt's middle",
+        "runner/stage.py",
+        ' == "last" and end == join.prompt_len:',
+        ' == "last":',
+        _POOLING + "test_every_loop_pools_each_position_once[0]",
     ),
 ]

@@ -70,7 +70,7 @@ MUTATIONS = [
         "whatever name a request was sent to is answered",
         "a page on the web that reads an engine through a name that points here",
         "watch/loopback.py",
-        '        if scope["type"] == "http" and not _is_local(scope["headers"]):\n',
+        '        if scope["type"] == "http" and not _is_local(scope["headers"], self._names):\n',
         "        if False:\n",
         f"{LOOPBACK}::test_only_requests_to_this_machines_own_names_are_answered",
     ),

@@ -39,7 +39,12 @@ class Pages:
             loop.call_soon(self._front.take, Flushed(message.key, 3))
 
 
-def asked(*requests: tuple[str, str], state: str = "ready") -> list[httpx.Response]:
+def asked(
+    *requests: tuple[str, str],
+    state: str = "ready",
+    config: ServeConfig | None = None,
+    at: str = "http://localhost",
+) -> list[httpx.Response]:
     async def run() -> list[httpx.Response]:
         front = Front(ToyTexts(90), 4, None)
         front.connect(Pages(front))
@@ -48,8 +53,8 @@ def asked(*requests: tuple[str, str], state: str = "ready") -> list[httpx.Respon
         if state == "failed":
             front.take(Failed("its device is gone"))
         front.draining = state == "draining"
-        transport = httpx.ASGITransport(serve_app(front, ServeConfig(), "toy", 90))
-        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        transport = httpx.ASGITransport(serve_app(front, config or ServeConfig(), "toy", 90))
+        async with httpx.AsyncClient(transport=transport, base_url=at) as client:
             found = [
                 await client.request(how, path, json={"prompt": [2]} if how == "POST" else None)
                 for how, path in requests
@@ -77,6 +82,30 @@ def test_health_and_readiness(state: str, health: int, ready: int, answer: int |
         assert refused.status_code == answer
         assert refused.headers["retry-after"] == "1"
         assert refused.json()["error"]["type"] == "server_error"
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "status"),
+    [
+        ({}, "localhost:8000", 200),
+        ({}, "127.0.0.1", 200),
+        ({}, "[::1]:1", 200),
+        ({}, "evil.example", 403),  # which leads to 127.0.0.1, as its owner likes
+        ({}, "localhost.evil.example:8000", 403),
+        ({"host": "127.0.0.9"}, "127.0.0.9:80", 200),
+        ({"host": "localhost"}, "127.0.0.9", 403),
+        ({"host": "0.0.0.0"}, "gpu7:8000", 200),  # open to others, under whatever name
+        ({"api_key": "k"}, "evil.example", 200),  # a page elsewhere has no key
+    ],
+)
+def test_a_page_elsewhere_can_not_ask_under_its_own_name(
+    options: dict[str, Any], name: str, status: int
+) -> None:
+    config = ServeConfig(**options)
+    (found,) = asked(("GET", "/health"), config=config, at=f"http://{name}")
+    assert found.status_code == status
+    if status == 403:
+        assert found.json()["error"]["code"] == "host_not_allowed"
 
 
 def test_what_the_engine_shows_is_handed_on() -> None:

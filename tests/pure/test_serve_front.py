@@ -13,12 +13,13 @@ import pytest
 from stepahead.llm.prompts import Prompt
 from stepahead.serve.calls import Call
 from stepahead.serve.front import Front
+from stepahead.serve.keeper import Patience
 from stepahead.serve.messages import Cancel, Failed, Ready, Refused, Step, Submit, Taken
 from stepahead.serve.refusal import Refusal
 from stepahead.serve.requests import read_chat_request, read_completion_request
 from stepahead.serve.streams import DONE, ChatStory, TextStory
 from stepahead.text.texts import ToyTexts
-from stepahead.types import Finish, LogprobRows, Outputs, SamplingParams
+from stepahead.types import Finish, LogprobRows, Outputs, PromptLogprobs, SamplingParams
 
 TEXTS = ToyTexts(90)
 A, B, AB = 2, 3, 7  # tokens of the toy whose texts are these
@@ -45,11 +46,16 @@ class Engine:
         return rids
 
     def step(
-        self, tokens: dict[int, int], *finishes: Finish, logprobs: LogprobRows | None = None
+        self,
+        tokens: dict[int, int],
+        *finishes: Finish,
+        logprobs: LogprobRows | None = None,
+        prompt_logprobs: tuple[PromptLogprobs, ...] = (),
     ) -> None:
         rids = np.array([*tokens], np.int64)
         values = np.array([*tokens.values()], np.int32)
-        self.front.take(Step(Outputs(0, rids, values, (), finishes, logprobs)))
+        outputs = Outputs(0, rids, values, (), finishes, logprobs, prompt_logprobs)
+        self.front.take(Step(outputs))
 
 
 def finish(rid: int, tokens: list[int], reason: Any = "length", **more: Any) -> Finish:
@@ -213,8 +219,47 @@ def test_a_request_that_ends_by_a_failure_is_told_so() -> None:
         assert [delta.text for _, delta in items] == ["a"]  # what came before is told
         assert call.error is not None
         assert (call.error.status, call.error.code) == (503, "engine_failed")
+        assert front.failure == "the model raised"  # before anybody can have read it
+        with pytest.raises(Refusal):
+            front.check_ready()
+        front.take(Failed("its farewell"))
+        assert front.failure == "the model raised"
 
     played(play)
+
+
+def test_calls_of_an_engine_that_is_gone_leave_those_of_the_next_alone() -> None:
+    async def play(front: Front, engine: Engine) -> None:
+        old = begin(front, streaming=True)
+        rids = engine.take(engine.sent[0])
+        front.take(Failed("its device is gone"))
+        again = Engine(front, ready=False)
+        with pytest.raises(Refusal) as caught:
+            front.check_room(1)
+        assert caught.value.code == "loading"
+        front.take(Ready((), 128, 4))
+        call = begin(front)
+        assert again.take(again.sent[0]) == rids  # it counts from the start
+        front.cancel(old)  # whose client is still reading of its end
+        assert len(again.sent) == 1
+        again.step({}, finish(rids[0], [A]))
+        (output,) = await call.answers()
+        assert output.outputs[0].token_ids == [A]
+        assert front.open_choices == 0
+
+    played(play)
+
+
+def test_three_engines_that_die_young_are_enough() -> None:
+    now_s = [0.0]
+    patience = Patience(lambda: now_s[0])
+    for served_s, again in ((1.0, True), (59.0, True), (61.0, True), (0.0, True), (2.0, True)):
+        now_s[0] += 1000.0  # to load
+        patience.ready()
+        now_s[0] += served_s
+        assert patience.died() is again
+    now_s[0] += 1000.0
+    assert not patience.died()  # the third in a row, and it never was ready
 
 
 def test_who_hears_nothing_for_long_is_pinged_and_others_are_not() -> None:
@@ -358,6 +403,43 @@ def test_a_stream_echoes_and_tells_ids_where_asked() -> None:
         silent = {"prompt": "ab", "echo": True, "max_tokens": 0}
         found = [one["choices"][0] for one in await told(front, engine, silent, False)]
         assert "".join(choice["text"] for choice in found) == "ab"
+
+    played(play)
+
+
+def test_an_echo_waits_for_its_log_probabilities_and_an_abort_for_nothing() -> None:
+    async def play(front: Front, engine: Engine) -> None:
+        body = {"prompt": "abab", "echo": True, "logprobs": 0, "n": 2, "stream": True}
+        asked = read_completion_request(msgspec.json.encode(body))
+        for aborted in (False, True):
+            prompt = Prompt([A, B, AB], "abab")
+            call = front.begin("call", [prompt], asked.params, True)
+            story = TextStory(asked, call, TEXTS, 5, "toy")
+            assert story.begin() == b""
+            first, second = engine.take(engine.sent[-1])
+            engine.step({second: A}, logprobs=rows(asked, (second,), A))
+            # the first, whose prompt is told, was preempted: there is nothing to tell it behind
+            assert story.tell(await call.news()) == b""
+            if aborted:
+                engine.step({}, finish(first, [], "abort"), finish(second, [A], "abort"))
+            else:
+                values = rows(asked, (1, 2), B)
+                assert values is not None
+                scored = PromptLogprobs(first, 1, values)
+                engine.step(
+                    {first: B}, logprobs=rows(asked, (first,), B), prompt_logprobs=(scored,)
+                )
+            data = story.tell(await call.news())
+            found = [one["choices"][0] for one in events(data + DONE)]
+            assert [choice["text"] for choice in found[:2]] == ["abab"] * 2
+            logprobs = [choice["logprobs"] for choice in found]
+            if aborted:
+                assert logprobs[:2] == [None, None]
+                assert [choice["finish_reason"] for choice in found[2:]] == ["abort", None, "abort"]
+            else:
+                assert logprobs[0]["token_logprobs"] == [None, -2.0, -2.0]
+                assert [one["text_offset"] for one in logprobs] == [[0, 1, 2]] * 2 + [[4]] * 2
+                assert [choice["index"] for choice in found] == [0, 1, 0, 1]
 
     played(play)
 

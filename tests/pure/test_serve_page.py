@@ -26,7 +26,7 @@ def asked(*paths: str, **options: str) -> list[httpx.Response]:
         front = Front(ToyTexts(90), 4, None)
         app = serve_app(front, ServeConfig(**options), "toy", 90)
         async with httpx.AsyncClient(
-            transport=httpx.ASGITransport(app), base_url="http://server"
+            transport=httpx.ASGITransport(app), base_url="http://127.0.0.1"
         ) as client:
             found = [await client.get(path) for path in paths]
         front.close()

@@ -250,7 +250,8 @@ def test_chat_refuses(fields: dict[str, Any], param: str) -> None:
         ({"logprobs": True}, "logprobs"),
         ({"logprobs": 21}, "logprobs"),
         ({"best_of": 3}, "best_of"),
-        ({"echo": True, "logprobs": 1, "stream": True}, "echo"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"prompt_logprobs": 1, "echo": True, "logprobs": 1, "stream": True}, "prompt_logprobs"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": MESSAGES}, "messages"),
     ],
@@ -318,7 +319,8 @@ def test_echo_asks_for_the_prompts_log_probabilities() -> None:
 def test_the_small_routes_read_their_fields() -> None:
     assert read_tokenize(b'{"prompt": "a"}').prompt == "a"
     assert read_detokenize(b'{"tokens": [1, 2]}').tokens == [1, 2]
-    assert read_abort(b'{"request_id": "a"}').request_id == "a"
+    assert read_abort(b'{"request_id": "a"}') == read_abort(b'{"rid": "a"}') == "a"
+    assert read_abort(b'{"abort_all": true}') is None
     for read, body, param in (
         (read_tokenize, b"{}", "prompt"),
         (read_tokenize, b'{"prompt": "a", "messages": []}', "prompt"),
@@ -326,6 +328,9 @@ def test_the_small_routes_read_their_fields() -> None:
         (read_detokenize, b"{}", "tokens"),
         (read_detokenize, b'{"tokens": ["a"]}', "tokens"),
         (read_abort, b"{}", "request_id"),
+        (read_abort, b'{"abort_all": true, "rid": "a"}', "request_id"),
+        (read_abort, b'{"request_id": "%s"}' % (b"a" * 257), "request_id"),
+        (read_abort, b'{"request_id": "a", "rid": "b"}', "rid"),
         (read_abort, b'{"all": true}', "all"),
     ):
         with pytest.raises(Refusal) as caught:

@@ -43,6 +43,7 @@ BAD: dict[str, list[Any]] = {
     "skip_special_tokens": [1, None, "no"],
     "include_stop_str_in_output": [1, None, "no"],
     "return_hidden_states": [1, None, "no"],
+    "pooling": ["max", "", 1, True, ["mean"]],
 }
 GOOD: dict[str, list[Any]] = {
     "n": [1, 128],
@@ -65,6 +66,7 @@ GOOD: dict[str, list[Any]] = {
     "skip_special_tokens": [True, False],
     "include_stop_str_in_output": [True, False],
     "return_hidden_states": [True, False],
+    "pooling": [None, "mean", "last"],
 }
 
 
@@ -91,6 +93,19 @@ def test_more_least_tokens_than_most_contradict() -> None:
     with pytest.raises(InvalidParameter, match="min_tokens=5 is more than max_tokens=4"):
         SamplingParams(min_tokens=5, max_tokens=4)
     assert SamplingParams(min_tokens=5, max_tokens=None).min_tokens == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(n, v) for n, vs in GOOD.items() for v in vs if n != "pooling"]
+)
+def test_what_can_say_nothing_of_a_pooled_prompt_is_refused_with_it(name: str, value: Any) -> None:
+    kept = tuple(value) if isinstance(value, list) else value
+    if kept == getattr(SamplingParams(), name):
+        SamplingParams(pooling="mean", **{name: value})
+        return
+    with pytest.raises(InvalidParameter, match="no token is sampled with pooling") as caught:
+        SamplingParams(pooling="mean", **{name: value})
+    assert caught.value.param == name
 
 
 def test_unknown_parameters_are_named_and_the_known_ones_listed() -> None:

@@ -302,8 +302,8 @@ def failed(line: Line, error: Exception) -> dict[str, Any]:
 def answered(line: Line, output: RequestOutput) -> dict[str, Any]:
     """The answer of a line: its first choice, and with several of them all in `choices`.
 
-    Token ids are told to who asked with token ids, log-probabilities and hidden states to who asked
-    for them.
+    Token ids are told to who asked with token ids, log-probabilities, hidden states and the
+    pooled one to who asked for them.
     """
     with_ids = "prompt_token_ids" in line.fields
     first, *others = output.outputs
@@ -331,6 +331,8 @@ def _choice(choice: CompletionOutput, with_ids: bool) -> dict[str, Any]:
     if choice.hidden_states is not None:
         # as float64, whose shortest digits give the very float32 back
         told["hidden_states"] = choice.hidden_states.tolist()
+    if choice.pooled is not None:
+        told["embedding"] = choice.pooled.tolist()
     return told
 
 

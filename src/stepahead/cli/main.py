@@ -17,7 +17,7 @@ from cyclopts import App, CycloptsError, UnknownCommandError
 
 from stepahead import __version__
 from stepahead.errors import ConfigError, NotEnoughMemory, RequestError, StepaheadError
-from stepahead.executor.stops import Stopped, exit_code, hear_stops
+from stepahead.executor.stops import Stopped, exit_code, hear_stops, leave_signals
 
 
 def _name(place: str) -> str:
@@ -88,7 +88,12 @@ def main() -> None:
     """The console script."""
     hear_stops()
     _open_streams()
-    sys.exit(run_command(sys.argv[1:]))
+    try:
+        code = run_command(sys.argv[1:])
+    except KeyboardInterrupt as error:  # another signal, while the end for the first was told
+        code = exit_code(error.number if isinstance(error, Stopped) else signal.SIGINT)
+    leave_signals()  # from here on there is nobody left to catch what they raise
+    sys.exit(code)
 
 
 def _open_streams() -> None:

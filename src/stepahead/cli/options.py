@@ -51,7 +51,8 @@ SAMPLING_HELP = {
 }
 # logit_bias: a flag can't say a mapping well, a line of the input can
 # seed: the engine's own keys every request, and has the flag of that name
-_NO_FLAG = ("logit_bias", "seed")
+# pooling: it goes with no other, and most commands set some; a line of the input can say it
+_NO_FLAG = ("logit_bias", "seed", "pooling")
 
 
 def _flag_class(name: str, flags: dict[str, tuple[Any, Parameter]]) -> type:

@@ -152,6 +152,8 @@ class Batch:
     def _read(self, line: Line) -> tuple[Prompt, SamplingParams]:
         fields = dict(line.fields)
         prompt = self._prompt(fields)
+        if fields.get("pooling") is not None:
+            return prompt, params_from(fields)  # the flags are about tokens, and it gets none
         if fields.get("seed") is None:  # null too: the engine's own would be of the order
             fields["seed"] = self._seed(line)
         return prompt, params_from(self._defaults | fields)

@@ -50,11 +50,16 @@ def begin_to_stop(number: int) -> None:
     The kernel does that, and then ends the worker (executor.child): it needs nothing of a process
     that may be stuck in a forward.
     """
-    for other in STOPS:
-        if signal.getsignal(other) is not signal.SIG_IGN:
-            signal.signal(other, signal.SIG_DFL)
+    leave_signals()
     if number == signal.SIGHUP:
         _leave_terminal()
+
+
+def leave_signals() -> None:
+    """From now on each of these signals ends the process, and nothing in it hears of that."""
+    for number in STOPS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _leave_terminal() -> None:

@@ -21,6 +21,29 @@ from stepahead.types import (
 Alternatives = dict[int, Logprob]
 
 
+class Pool:
+    """A prompt's hidden states while they come, chunk by chunk."""
+
+    def __init__(self, prompt_len: int) -> None:
+        self._prompt_len = prompt_len
+        self._sum: np.ndarray | None = None
+        self._count = self._end = 0
+
+    def add(self, start: int, count: int, sums: np.ndarray) -> None:
+        """`sums` float64[hidden] over so many positions from `start`."""
+        if self._sum is None or start != self._end:  # the first, or one that was preempted begins
+            self._sum, self._count = np.zeros_like(sums), 0
+        self._sum += sums
+        self._count += count
+        self._end = start + count
+
+    def mean(self) -> np.ndarray | None:
+        """float32[hidden], None unless the prompt came to its end."""
+        if self._sum is None or self._end != self._prompt_len:
+            return None
+        return (self._sum / self._count).astype(np.float32)
+
+
 class Answer:
     """What has come for one choice.  With `streaming` its text is told piece by piece."""
 
@@ -36,6 +59,7 @@ class Answer:
         self.params = params
         self.logprobs: list[Alternatives] | None = None if params.logprobs is None else []
         self.hidden: list[np.ndarray] | None = [] if params.return_hidden_states else None
+        self.pool = Pool(len(prompt_ids)) if params.pooling is not None else None
         self.told_tokens = 0
         self._texts = texts
         self._prompt_ids = prompt_ids
@@ -91,6 +115,7 @@ class Answer:
             stop_reason=finish.stop_reason,
             error=finish.error,
             hidden_states=None if self.hidden is None else _stacked(self.hidden, len(ids)),
+            pooled=None if self.pool is None else self.pool.mean(),
         )
         return output, text[len(self._told) :]
 

@@ -25,6 +25,7 @@ from stepahead.types import (
     RequestMetrics,
     RequestOutput,
     SamplingParams,
+    StateSums,
 )
 
 
@@ -33,7 +34,8 @@ class Delta:
     """What is new of one choice of a streamed request; the last one has a finish reason.
 
     `logprobs` are those of `token_ids`, None unless asked for; hidden states come with the whole
-    answer only.  `text` may be empty while it is held back.
+    answer only.  `text` may be empty while it is held back.  `prompt_logprobs` are those of the
+    prompt, if asked for: whole with the first choice's first delta, unless it was aborted.
     """
 
     key: Any
@@ -43,6 +45,7 @@ class Delta:
     logprobs: list[Alternatives] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    prompt_logprobs: list[Alternatives | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -132,6 +135,8 @@ class Collector:
             self._take_logprobs(outputs, outputs.logprobs)
         if outputs.hidden is not None:
             self._take_hidden(outputs, outputs.hidden)
+        if outputs.pooled is not None:
+            self._take_pooled(outputs.pooled)
         for rows in outputs.prompt_logprobs:
             self._take_prompt_logprobs(rows)
         news = News()
@@ -163,6 +168,16 @@ class Collector:
                 # a view would hold on to the states of all others in the step
                 owner[1].hidden.append(state.copy())
 
+    def _take_pooled(self, pooled: StateSums) -> None:
+        owners, starts, counts = (
+            column.tolist() for column in (pooled.owners, pooled.starts, pooled.counts)
+        )
+        sums = pooled.sums.reshape(len(owners), pooled.width)
+        for place, rid in enumerate(owners):
+            owner = self._choices.get(rid)
+            if owner and owner[1].pool is not None:
+                owner[1].pool.add(starts[place], counts[place], sums[place])
+
     def _take_prompt_logprobs(self, rows: PromptLogprobs) -> None:
         owner = self._choices.get(rows.rid)
         if owner is None or owner[1].index or owner[0].prompt_logprobs is None:
@@ -186,7 +201,16 @@ class Collector:
             asked, answer = owner
             logprobs = None if answer.logprobs is None else answer.logprobs[-1:]
             text = answer.push(token)
-            news.deltas.append(Delta(asked.key, answer.index, text, [token], logprobs))
+            news.deltas.append(
+                Delta(
+                    asked.key,
+                    answer.index,
+                    text,
+                    [token],
+                    logprobs,
+                    prompt_logprobs=asked.prompt_logprobs,
+                )
+            )
 
     def _take_finish(self, finish: Finish, now_s: float, news: News) -> None:
         owner = self._choices.pop(finish.rid, None)
@@ -201,18 +225,19 @@ class Collector:
             asked.cached_tokens = finish.cached_tokens
         if answer.streaming:
             self._streamed -= 1
-            news.deltas.append(_last_delta(asked.key, output, rest, told))
+            news.deltas.append(_last_delta(asked, output, rest, told))
         if not asked.left:
             news.done.append((asked.key, asked.output(now_s)))
 
 
-def _last_delta(key: Any, output: CompletionOutput, rest: str, told: int) -> Delta:
+def _last_delta(asked: _Asked, output: CompletionOutput, rest: str, told: int) -> Delta:
     return Delta(
-        key,
+        asked.key,
         output.index,
         rest,
         output.token_ids[told:],
         None if output.logprobs is None else output.logprobs[told:],
         output.finish_reason,
         output.stop_reason,
+        asked.prompt_logprobs,
     )

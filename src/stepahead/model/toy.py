@@ -58,18 +58,24 @@ class ToyModel:
         self.vocab_size = vocab_size
         self.max_len = max_len
         self._place = torch.device(device)
-        self._weights_dev = 2 * self._count(max_len + 4096) + 1
+        self._max_len = max_len
+        self._weights_dev = self._weights(4096)
         self._columns_dev = self._count(vocab_size) * _signed(C)
 
     def can_capture(self, page_size: int, max_pages: int) -> bool:
         """On an accelerator; on the CPU reading whole page tables would cost too much."""
         return self._place.type != "cpu"
 
+    def _weights(self, page_size: int) -> Tensor:
+        """int64, for the cells of every page that a request may have."""
+        return 2 * self._count(self._max_len + page_size) + 1
+
     def _count(self, end: int) -> Tensor:
         return torch.arange(end, dtype=torch.int64, device=self._place)
 
     def new_kv(self, num_pages: int, page_size: int) -> ToyKV:
         """Memory for the KV cells."""
+        self._weights_dev = self._weights(page_size)
         return ToyKV(num_pages, page_size, self._place)
 
     def forward(self, inputs: StepInputs, kv: ToyKV) -> Tensor:

@@ -35,7 +35,7 @@ from stepahead.runner.ends import ended
 from stepahead.runner.fence import Fence
 from stepahead.runner.graphs import RESULTS, DecodeGraphs, capture_decode
 from stepahead.runner.hand_over import HandOver, Links, Sampled
-from stepahead.runner.hidden import HiddenDownload
+from stepahead.runner.hidden import HiddenDownload, PoolDownload, state_sums
 from stepahead.runner.inputs import advance, build_inputs
 from stepahead.runner.keep import KeepAlive
 from stepahead.runner.lengths import HostLengths
@@ -87,6 +87,7 @@ class StepBox:
     states_dev: Tensor | None = None
     tokens_dev: Tensor | None = None
     hidden_dev: Tensor | None = None
+    sums_dev: Tensor | None = None
     lengths_dev: Tensor | None = None
     logprobs: LogprobTensors | None = None
     prompts: list[LogprobTensors] = field(default_factory=list)
@@ -119,6 +120,7 @@ class RunnerFlight:
     logprobs: LogprobDownload | None
     prompts: tuple[tuple[PromptScore, LogprobDownload], ...]
     hidden: HiddenDownload | None
+    pooled: PoolDownload | None
     syncs: tuple[Sync, ...]
     held: tuple[Held, ...]
     arrival: Arrival | None
@@ -145,6 +147,7 @@ class RunnerFlight:
             received_ns=self.received_ns,
             submitted_ns=self.submitted_ns,
             held=self.held + self.arrival.held(start_ns) if self.arrival else self.held,
+            pooled=self.pooled.read() if self.pooled else None,
         )
 
 
@@ -316,7 +319,7 @@ class Runner:
             return self._stage_flight(staged, forward, arrival, received_ns)
         name = f"results {staged.step}"
         tokens = device.download(lambda: _made(box.tokens_dev), name)
-        logprobs = hidden = None
+        logprobs = hidden = pooled = None
         if len(group.logprob_rows):
             logprobs = LogprobDownload(
                 device, lambda: _made(box.logprobs), group.logprob_rows, name
@@ -328,6 +331,8 @@ class Runner:
             prompts.append((score, download))
         if len(group.hidden_rows):
             hidden = HiddenDownload(device, lambda: _made(box.hidden_dev), group.hidden_rows, name)
+        if staged.pools:
+            pooled = PoolDownload(device, lambda: _made(box.sums_dev), staged.pools, name)
         lengths = None
         if self._lengths is not None:
             lengths = device.download(lambda: _made(box.lengths_dev), name)
@@ -343,6 +348,7 @@ class Runner:
             logprobs,
             tuple(prompts),
             hidden,
+            pooled,
             self._syncs(staged, tuple(wait.reason for wait in waited)),
             waits(waited),
             arrival,
@@ -369,6 +375,7 @@ class Runner:
             None,
             (),
             None,
+            None,
             self._syncs(staged, tuple(wait.reason for wait in waited)),
             held,
             arrival,
@@ -379,7 +386,7 @@ class Runner:
     def _syncs(self, staged: Staged, waited: tuple[SyncReason, ...]) -> tuple[Sync, ...]:
         """Where this step could not run ahead.  A wait holds up all its rows; hidden states only
         make the landing of those that want them later."""
-        wanting = len(staged.group.hidden_rows)
+        wanting = len(staged.group.hidden_rows) + len(staged.pools)
         if not waited and not wanting:
             return ()
         rows = len(staged.inputs.slots_dev)
@@ -428,6 +435,8 @@ class Runner:
                 rows = states[score.first : score.first + score.count]
                 targets = score.targets_dev
                 box.prompts.append(describe_hidden(self._model.logits, rows, targets, score.width))
+            if staged.pools:
+                box.sums_dev = state_sums(states, staged.pools)
             box.tokens_dev = self._sample(staged, states, logits_dev, box)
             box.states_dev = None
 

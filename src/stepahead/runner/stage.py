@@ -15,6 +15,7 @@ from torch import Tensor
 from stepahead.device.base import Device, Staging
 from stepahead.plan import Join, Plan
 from stepahead.runner.counts import PenaltyCounts
+from stepahead.runner.hidden import PromptPool
 from stepahead.runner.inputs import StagedStep, chunk_rows, chunk_tokens
 from stepahead.runner.keep import KeepAlive
 from stepahead.runner.relay import Relay
@@ -63,6 +64,7 @@ class Staged:
     inputs: StagedStep
     group: SampleGroup
     scores: tuple[PromptScore, ...]
+    pools: tuple[PromptPool, ...]
     blocks: tuple[str, ...]
     sent: bool
 
@@ -144,12 +146,13 @@ class Stager:
         group = self._sample_group(plan, turn, block)
         inputs = self._stage_inputs(plan, turn, block)
         scores = self._prompt_scores(inputs, block) if self._scores else ()
+        pools = self._prompt_pools(inputs) if self._scores else ()
         blocks = {*turn.rows_block.names, *turn.group_block.names}
         if block.count:
             block.staging.send()
             blocks.add(block.staging.name)
         names, sent = tuple(sorted(blocks)), block.count > 0
-        return Staged(plan.step, changes, inputs, group, scores, names, sent)
+        return Staged(plan.step, changes, inputs, group, scores, pools, names, sent)
 
     def _stage_changes(self, plan: Plan, block: _Block) -> StagedChanges:
         for slot in plan.leaves.tolist():
@@ -244,3 +247,13 @@ class Stager:
                 targets = block.add(join.tokens[start : last + 1])
                 scores.append(PromptScore(slot, start, first, last + 1 - start, width, targets))
         return tuple(scores)
+
+    def _prompt_pools(self, step: StagedStep) -> tuple[PromptPool, ...]:
+        pools = []
+        for slot, first, count, end in step.chunks:
+            join = self._joins[slot]
+            if join.params.pooling == "mean":
+                pools.append(PromptPool(slot, end - count, first, count))
+            elif join.params.pooling == "last" and end == join.prompt_len:
+                pools.append(PromptPool(slot, end - 1, first + count - 1, 1))
+        return tuple(pools)

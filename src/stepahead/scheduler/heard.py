@@ -9,7 +9,7 @@ import numpy as np
 
 from stepahead.plan import Result
 from stepahead.scheduler.table import RowSet, Table
-from stepahead.types import HiddenRows, LogprobRows, PromptLogprobs
+from stepahead.types import HiddenRows, LogprobRows, PromptLogprobs, StateSums
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,17 @@ class Heard:
         keep, rows = self._renumbered(values.rows)
         states = values.values.reshape(len(keep), values.width)[keep]
         return HiddenRows(rows, values.width, states.reshape(-1))
+
+    def pooled(self, result: Result) -> StateSums | None:
+        """The result's sums of prompt states, those of the live slots, under their request ids."""
+        found = result.pooled
+        if found is None:
+            return None
+        keep = np.array([slot in self._rids for slot in found.owners.tolist()])
+        rids = [self._rids[slot] for slot in found.owners[keep].tolist()]
+        sums = found.sums.reshape(len(keep), found.width)[keep].reshape(-1)
+        owners, starts, counts = np.array(rids, np.int64), found.starts[keep], found.counts[keep]
+        return StateSums(owners, starts, counts, found.width, sums)
 
     def _renumbered(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Which of `rows`, int32[r] of the result's tokens, are live: bool[r]; and these among the

@@ -16,7 +16,7 @@ from stepahead.cache.store import PageStore
 from stepahead.plan import Join
 from stepahead.scheduler.stop import StopRule, StopTable
 from stepahead.scheduler.table import Table
-from stepahead.types import Finish, FinishReason, Request
+from stepahead.types import Finish, FinishReason, Request, SamplingParams
 
 
 class Standing(Enum):
@@ -120,8 +120,7 @@ class Lifetime:
         `spare` pages must stay available beside them.
         """
         tokens, store = entry.tokens, self.store
-        # a prompt whose log-probabilities are wanted must be computed in full
-        hit = store.match(tokens) if entry.request.params.prompt_logprobs is None else []
+        hit: list[int] = [] if _needs_all(entry.request.params) else store.match(tokens)
         needed = -(-len(tokens) // store.page_size) - len(hit)
         store.tree.hold(hit)  # before counting: a matched page is no longer evictable
         if store.available < needed + spare:
@@ -265,3 +264,8 @@ class Lifetime:
         if entry.standing is Standing.PREEMPTED:
             entry.standing = Standing.WAITING
             self.requeue.append(entry)
+
+
+def _needs_all(params: SamplingParams) -> bool:
+    """Whether every position of the prompt must be computed, whoever has computed it before."""
+    return params.prompt_logprobs is not None or params.pooling == "mean"

@@ -26,7 +26,7 @@ from stepahead.scheduler.stop import StopTable
 from stepahead.scheduler.table import NOBODY, RowSet, Table
 from stepahead.scheduler.turns import Turns
 from stepahead.sync import SyncReason
-from stepahead.types import Finish, FinishReason, Load, Outputs, Request
+from stepahead.types import Finish, FinishReason, Load, Outputs, Request, SamplingParams
 
 
 class Scheduler:
@@ -85,7 +85,7 @@ class Scheduler:
             if request.rid in self._entries:
                 raise InvalidParameter(f"request id {request.rid} is already running", "rid")
         most = [
-            output_limit(self.limits, len(request.prompt), request.params.max_tokens)
+            output_limit(self.limits, len(request.prompt), _most_tokens(request.params))
             for request in requests
         ]
         if not wait and self.would_wait([len(request.prompt) for request in requests]):
@@ -312,7 +312,8 @@ class Scheduler:
     ) -> int:
         rest = len(entry.tokens) - start
         count = min(rest, budget)
-        chunks.append((entry.slot, start, count, int(count == rest)))
+        samples = count == rest and entry.request.params.pooling is None
+        chunks.append((entry.slot, start, count, int(samples)))
         return count
 
     def _advance_chunks(self, chunks: np.ndarray) -> tuple[int, ...]:
@@ -322,8 +323,9 @@ class Scheduler:
         table.in_flight[slots] += counts
         table.pins[slots] += 1
         table.promised[slots] += samples
-        table.budget[slots] -= samples
-        done = slots[samples > 0]
+        # whoever pools its prompt ends with it: that is its budget of one
+        done = slots[table.planned[slots] == table.length[slots]]
+        table.budget[done] -= 1
         self.life.start_decoding(done)
         return tuple(done[table.budget[done] == 0].tolist())
 
@@ -351,9 +353,10 @@ class Scheduler:
         if self.limits.debug:
             check(self.life, self._launched, self._entries.values())
         rows, prompts = heard.logprobs(result) if heard else (None, ())
-        hidden = heard.hidden(result) if heard else None
+        hidden, pooled = (heard.hidden(result), heard.pooled(result)) if heard else (None, None)
         _, _, rids, tokens, first = news
-        return Outputs(plan.step, rids, tokens, first, tuple(finishes), rows, prompts, hidden)
+        ends = tuple(finishes)
+        return Outputs(plan.step, rids, tokens, first, ends, rows, prompts, hidden, pooled)
 
     def _stopped(self, news: HeardTokens) -> list[Finish]:
         """Ends the requests whose new token completes a stop id or string."""
@@ -385,3 +388,7 @@ class Scheduler:
         """AssertionError unless an idle scheduler has every slot, page and pin back."""
         assert not self.has_work, "not at rest"
         check_at_rest(self.life)
+
+
+def _most_tokens(params: SamplingParams) -> int | None:
+    return params.max_tokens if params.pooling is None else 1

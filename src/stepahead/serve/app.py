@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
+from msgspec import UNSET, UnsetType
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -20,6 +21,18 @@ from stepahead import __version__
 from stepahead.errors import RequestError
 from stepahead.llm.prompts import Prompt, template_variables
 from stepahead.serve.calls import Call
+from stepahead.serve.cards import (
+    Aborted,
+    Detokenized,
+    Flushed,
+    ModelCard,
+    ModelList,
+    Status,
+    TokenizerInfo,
+    Tokens,
+    Version,
+)
+from stepahead.serve.embeddings import embedding_reply, read_embedding_request
 from stepahead.serve.front import Front
 from stepahead.serve.http import (
     KeyGuard,
@@ -32,13 +45,12 @@ from stepahead.serve.http import (
     unheard_answer,
     watching,
 )
+from stepahead.serve.openapi import Exposed, openapi_document
 from stepahead.serve.options import ServeConfig
 from stepahead.serve.refusal import Refusal, bad_request, refusal_of
 from stepahead.serve.replies import chat_reply, text_reply
 from stepahead.serve.requests import (
-    Asked,
     AskedChat,
-    AskedCompletion,
     TokenizeFields,
     read_abort,
     read_chat_request,
@@ -49,7 +61,8 @@ from stepahead.serve.requests import (
 from stepahead.serve.streams import ChatStory, TextStory
 from stepahead.serve.web import web_page
 from stepahead.text.texts import Texts
-from stepahead.types import RequestOutput, as_prompt
+from stepahead.types import RequestOutput, SamplingParams, as_prompt
+from stepahead.watch.loopback import LocalOnly
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -60,6 +73,7 @@ def serve_app(front: Front, config: ServeConfig, model: str, vocab_size: int) ->
     endpoints: list[tuple[str, str, Endpoint]] = [
         ("POST", "/v1/chat/completions", routes.chat),
         ("POST", "/v1/completions", routes.completions),
+        ("POST", "/v1/embeddings", routes.embeddings),
         ("GET", "/v1/models", routes.models),
         ("GET", "/v1/models/{model:path}", routes.model),
         ("POST", "/tokenize", routes.tokenize),
@@ -68,11 +82,15 @@ def serve_app(front: Front, config: ServeConfig, model: str, vocab_size: int) ->
         ("GET", "/health", routes.health),
         ("GET", "/ready", routes.ready),
         ("GET", "/version", routes.version),
+        ("GET", "/openapi.json", routes.openapi),
         ("POST", "/abort", routes.abort),
         ("POST", "/flush_cache", routes.flush_cache),
         *(("GET", path, routes.page) for path in ("/state", "/metrics", "/lanes", "/trace")),
         ("GET", "/", web_page),
     ]
+    exposed = [Exposed(how, path, _first_line(endpoint)) for how, path, endpoint in endpoints]
+    with_key = config.api_key is not None
+    routes.document = openapi_document(exposed, with_key, model, vocab_size)
     middleware = []
     if config.allow_origins:
         open_to: dict[str, Any] = {"allow_origins": config.allow_origins}
@@ -80,6 +98,9 @@ def serve_app(front: Front, config: ServeConfig, model: str, vocab_size: int) ->
         middleware.append(Middleware(CORSMiddleware, **open_to, **allowed))
     if config.api_key is not None:
         middleware.append(Middleware(KeyGuard, key=config.api_key))
+    elif config.local:
+        # nobody is asked for a key: a page whose own name leads to this machine must not be served
+        middleware.append(Middleware(LocalOnly, more=(config.host,)))
     return Starlette(
         routes=[Route(path, endpoint, methods=[how]) for how, path, endpoint in endpoints],
         middleware=middleware,
@@ -92,8 +113,12 @@ def serve_app(front: Front, config: ServeConfig, model: str, vocab_size: int) ->
     )
 
 
+def _first_line(endpoint: Endpoint) -> str:
+    return (endpoint.__doc__ or "").partition("\n")[0].rstrip(".")
+
+
 class Routes:
-    """One method a route."""
+    """One method a route; `document` is what /openapi.json tells of them."""
 
     def __init__(self, front: Front, config: ServeConfig, model: str, vocab_size: int) -> None:
         self._front = front
@@ -101,6 +126,7 @@ class Routes:
         self._vocab_size = vocab_size
         self._most_bytes = int(config.max_body_mb * 1e6)
         self._began = int(time.time())
+        self.document: dict[str, Any] = {}
 
     # --- answers ------------------------------------------------------------------------------
 
@@ -111,7 +137,7 @@ class Routes:
         self._front.check_room(asked.params.n)
         prompt = await self._off_loop(partial(_chat_prompt, self._front.texts, asked))
         id, created = asked.label or f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
-        call = await self._begin(request, id, [prompt], asked)
+        call = await self._begin(id, [prompt], asked.params, asked.stream)
         texts = self._front.texts
         if asked.stream:
             story = ChatStory(asked, call, texts, created, self._model)
@@ -124,11 +150,9 @@ class Routes:
         asked = read_completion_request(await self._body(request))
         self._check_model(asked.model)
         self._front.check_room(asked.params.n * len(asked.prompts))
-        prompts = await self._off_loop(
-            partial(_prompts, self._front.texts, asked, self._vocab_size)
-        )
+        prompts = await self._prompts(asked.prompts, asked.add_special_tokens)
         id, created = asked.label or f"cmpl-{uuid.uuid4().hex}", int(time.time())
-        call = await self._begin(request, id, prompts, asked)
+        call = await self._begin(id, prompts, asked.params, asked.stream)
         texts = self._front.texts
         if asked.stream:
             story = TextStory(asked, call, texts, created, self._model)
@@ -136,12 +160,37 @@ class Routes:
         outputs = await self._whole(request, call)
         return json_answer(text_reply(asked, texts, id, created, self._model, outputs))
 
-    async def _begin(self, request: Request, id: str, prompts: list[Prompt], asked: Asked) -> Call:
+    async def embeddings(self, request: Request) -> Response:
+        """POST /v1/embeddings"""
+        asked = read_embedding_request(await self._body(request))
+        self._check_model(asked.model)
+        self._front.check_room(len(asked.prompts))
+        id, created = asked.label or f"embd-{uuid.uuid4().hex}", int(time.time())
+        try:
+            prompts = await self._prompts(asked.prompts, asked.add_special_tokens)
+            call = await self._begin(id, prompts, asked.params, False)
+        except Refusal as refusal:
+            if refusal.param == "prompt":
+                refusal.param = "input"
+            raise
+        outputs = await self._whole(request, call)
+        return json_answer(embedding_reply(asked, id, created, self._model, outputs))
+
+    async def _prompts(self, given: Sequence[str | list[int]], special: bool) -> list[Prompt]:
+        texts, size = self._front.texts, self._vocab_size
+        found: list[Prompt] = await self._off_loop(
+            lambda: [_prompt(texts, one, special, size) for one in given]
+        )
+        return found
+
+    async def _begin(
+        self, id: str, prompts: list[Prompt], params: SamplingParams, stream: bool
+    ) -> Call:
         """A call that the engine has taken; Refusal."""
         front = self._front
-        front.check_room(asked.params.n * len(prompts))  # others may have come meanwhile
+        front.check_room(params.n * len(prompts))  # others may have come meanwhile
         front.check_lengths(prompts)
-        call = front.begin(id, prompts, asked.params, asked.stream)
+        call = front.begin(id, prompts, params, stream)
         try:
             await call.settled()
         except BaseException:
@@ -177,11 +226,11 @@ class Routes:
         fields = read_tokenize(await self._body(request))
         self._check_model(fields.model)
         ids = await self._off_loop(partial(_tokenize, self._front.texts, fields))
-        found = {"count": len(ids), "max_model_len": self._model_len(), "tokens": ids}
+        strs: list[str] | UnsetType = UNSET
         if fields.return_token_strs:
             pieces = self._front.texts.token_bytes
-            found["token_strs"] = [pieces[token].decode("utf-8", "replace") for token in ids]
-        return json_answer(found)
+            strs = [pieces[token].decode("utf-8", "replace") for token in ids]
+        return json_answer(Tokens(len(ids), self._model_len(), ids, strs))
 
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize"""
@@ -193,36 +242,28 @@ class Routes:
                 raise bad_request(words, "tokens")
         texts = self._front.texts
         prompt = await self._off_loop(partial(texts.decode, fields.tokens, False))
-        return json_answer({"prompt": prompt})
+        return json_answer(Detokenized(prompt))
 
     async def tokenizer_info(self, request: Request) -> Response:
         """GET /tokenizer_info: the texts of its special tokens, as far as clients need them."""
         texts = self._front.texts
-        ids = {"bos_token": texts.bos_id, "eos_token": next(iter(texts.eos_ids), None)}
-        pieces = texts.token_bytes
-        return json_answer(
-            {name: None if id is None else pieces[id].decode() for name, id in ids.items()}
-        )
+        ids = (texts.bos_id, next(iter(texts.eos_ids), None))
+        pieces = [None if id is None else texts.token_bytes[id].decode() for id in ids]
+        return json_answer(TokenizerInfo(*pieces))
 
     # --- the server itself --------------------------------------------------------------------
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models"""
-        return json_answer({"object": "list", "data": [self._card()]})
+        return json_answer(ModelList([self._card()]))
 
     async def model(self, request: Request) -> Response:
         """GET /v1/models/NAME"""
         self._check_model(request.path_params["model"])
         return json_answer(self._card())
 
-    def _card(self) -> dict[str, Any]:
-        return {
-            "id": self._model,
-            "object": "model",
-            "created": self._began,
-            "owned_by": "stepahead",
-            "max_model_len": self._model_len(),
-        }
+    def _card(self) -> ModelCard:
+        return ModelCard(self._model, self._began, self._model_len())
 
     def _model_len(self) -> int | None:
         return None if self._front.ready is None else self._front.ready.model_len
@@ -232,27 +273,31 @@ class Routes:
         front = self._front
         if front.failure is not None:
             front.check_ready()
-        status = "draining" if front.draining else "loading" if front.ready is None else "ok"
-        return json_answer({"status": status})
+        if front.draining:
+            return json_answer(Status("draining"))
+        return json_answer(Status("loading" if front.ready is None else "ok"))
 
     async def ready(self, request: Request) -> Response:
         """GET /ready: whether it takes requests."""
         self._front.check_ready()
-        return json_answer({"status": "ready"})
+        return json_answer(Status("ready"))
 
     async def version(self, request: Request) -> Response:
         """GET /version"""
-        return json_answer({"version": __version__})
+        return json_answer(Version(__version__))
+
+    async def openapi(self, request: Request) -> Response:
+        """GET /openapi.json: all of this, for programs."""
+        return json_answer(self.document)
 
     async def abort(self, request: Request) -> Response:
         """POST /abort"""
-        fields = read_abort(await self._body(request))
-        label = None if fields.abort_all else fields.request_id or fields.rid
-        return json_answer({"aborted": self._front.abort(label)})
+        label = read_abort(await self._body(request))
+        return json_answer(Aborted(self._front.abort(label)))
 
     async def flush_cache(self, request: Request) -> Response:
         """POST /flush_cache"""
-        return json_answer({"flushed_pages": await self._front.flush_cache()})
+        return json_answer(Flushed(await self._front.flush_cache()))
 
     async def page(self, request: Request) -> Response:
         """GET /state, /metrics, /lanes and /trace, which the engine's process makes."""
@@ -268,10 +313,6 @@ def _chat_prompt(texts: Texts, asked: AskedChat) -> Prompt:
         asked.messages, add_generation_prompt=asked.add_generation_prompt, **variables
     )
     return Prompt(ids)
-
-
-def _prompts(texts: Texts, asked: AskedCompletion, vocab_size: int) -> list[Prompt]:
-    return [_prompt(texts, given, asked.add_special_tokens, vocab_size) for given in asked.prompts]
 
 
 def _prompt(texts: Texts, given: str | list[int], special: bool, vocab_size: int) -> Prompt:

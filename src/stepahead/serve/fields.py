@@ -138,14 +138,16 @@ def split_sampling(found: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
     return sampling, {name: value for name, value in found.items() if name not in SAMPLING}
 
 
-def take_neutral(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields without those of NOT_YET that ask for nothing; Refusal names one that does."""
+def take_neutral(
+    found: Mapping[str, Any], refused: Mapping[str, tuple[tuple[Any, ...], str]] = NOT_YET
+) -> dict[str, Any]:
+    """The fields without those of `refused` that ask for nothing; Refusal names one that does."""
     for name in found:
-        if name in NOT_YET:
-            neutral, words = NOT_YET[name]
+        if name in refused:
+            neutral, words = refused[name]
             if not any(_same(found[name], value) for value in neutral):
                 raise bad_request(f"{name}: {words}", name, "unsupported_value")
-    return {name: value for name, value in found.items() if name not in NOT_YET}
+    return {name: value for name, value in found.items() if name not in refused}
 
 
 def _same(given: Any, neutral: Any) -> bool:

@@ -73,8 +73,10 @@ class Front:
         self.on_change: Callable[[], None] = lambda: None  # ready, failed, or a call has ended
 
     def connect(self, wire: Wire) -> None:
-        """From now on there is an engine behind it."""
+        """From now on there is an engine behind it, which is not ready yet; calls of one before it
+        have ended."""
         self._wire = wire
+        self.ready = self.failure = None
 
     def close(self) -> None:
         """Ends the threads."""
@@ -144,7 +146,8 @@ class Front:
 
     def cancel(self, call: Call) -> None:
         """Nobody waits for it any more.  Its rows go when the engine hears of it."""
-        if not call.cancelled and not call.ended:
+        # the ids of a call that an engine took along with it may be somebody else's by now
+        if not call.cancelled and call in self.calls:
             call.cancelled = True
             if rids := call.rids():
                 self._send(Cancel(np.array(rids, np.int64)))
@@ -196,7 +199,9 @@ class Front:
     # --- what the engine says -------------------------------------------------------------------
 
     def take(self, message: FromEngine) -> None:
-        """Applies a message."""
+        """Applies a message; nothing counts that comes behind an engine's failure."""
+        if self.failure is not None:
+            return
         if isinstance(message, Step):
             self._take_step(message)
         elif isinstance(message, Taken):
@@ -224,6 +229,11 @@ class Front:
             if errors := [choice.error for choice in output.outputs if choice.error]:
                 part.call.fail(_engine_failed(errors[0]))
             self._end(part)
+        failed = next((end for end in step.outputs.finishes if end.reason == "error"), None)
+        if failed is not None:
+            # the engine's last message but for its farewell: a client whose stream tells of the
+            # failure must not find the server healthy
+            self.fail(failed.error)
 
     def _take_taken(self, taken: Taken) -> None:
         part = self._parts.pop(taken.key)

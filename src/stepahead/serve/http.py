@@ -159,7 +159,9 @@ class StreamAnswer(Response):
         while not call.over or call.unread:
             items = await call.news()
             if items or not call.over:
-                await put(story.tell(items) if items else PING)
+                data = story.tell(items) if items else PING
+                if data:  # it may be held back
+                    await put(data)
         last = story.end() if call.error is None else error_event(call.error)
         await put(last, more=False)
 

@@ -68,7 +68,7 @@ class EngineLink:
         try:
             frames = self._channel.receive_ready()
         except (EOFError, OSError, ValueError):
-            self._deafen()
+            self.deafen()
             if not self._stopping:
                 self._lost(self._end_in_words())
             return
@@ -90,7 +90,8 @@ class EngineLink:
         self._child.wait(1.0)  # it may have closed its pipes before it is gone
         return f"its process {self.pid} {self._child.end()}"
 
-    def _deafen(self) -> None:
+    def deafen(self) -> None:
+        """Takes nothing any more; for the loop that `listen` was called on.  Idempotent."""
         if self._listening is not None:
             self._listening.remove_reader(self._channel.fileno())
             self._listening = None
@@ -103,7 +104,7 @@ class EngineLink:
         if self._stopping:
             return
         self._stopping = True
-        self._deafen()
+        self.deafen()
         with contextlib.suppress(OSError, ValueError):
             self.send(Stop())
         self._child.stop(_GRACE_S if patient else 0.0)

@@ -24,6 +24,8 @@ class ServeConfig:
     shutdown_timeout  seconds that running requests may take to end after SIGTERM
     max_body_mb       most megabytes of a request's body; more is refused with 413
     ping_interval     seconds of silence after which a stream gets a comment line
+    restart           start the engine again when it dies; three times in a row within a minute are
+                      too often, and end the server
     """
 
     host: str = "127.0.0.1"
@@ -36,6 +38,12 @@ class ServeConfig:
     shutdown_timeout: float = 30.0
     max_body_mb: float = 32.0
     ping_interval: float = 10.0
+    restart: bool = False
+
+    @property
+    def local(self) -> bool:
+        """Whether it listens for this machine alone."""
+        return self.host.startswith(_LOOPBACK)
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 1 << 16:
@@ -51,6 +59,7 @@ class ServeConfig:
                 raise ConfigError(f"{name} is empty; give it some text or leave it out")
 
 
+_LOOPBACK = ("127.", "::1", "localhost")
 _SECONDS = {
     "request_timeout": 1e-3,
     "shutdown_timeout": 0.0,

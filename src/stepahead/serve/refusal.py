@@ -5,14 +5,27 @@ Knows errors, no routes.
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from stepahead import errors
 from stepahead.errors import EngineError, PoolFull, PromptTooLong, RequestError, StepaheadError
 
 _RETRY_S = 1  # a queue that is full now has moved by then
+
+
+class ErrorDetail(msgspec.Struct, frozen=True):
+    """What is wrong, and in which field, if it is in one."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorReply(msgspec.Struct, frozen=True):
+    """What is told instead of an answer."""
+
+    error: ErrorDetail
 
 
 class Refusal(Exception):
@@ -35,14 +48,14 @@ class Refusal(Exception):
 
     def body(self) -> bytes:
         """The error object as JSON."""
-        return msgspec.json.encode({"error": self.told()})
+        return msgspec.json.encode(ErrorReply(self.told()))
 
-    def told(self) -> dict[str, Any]:
+    def told(self) -> ErrorDetail:
         """The inside of the error object."""
         kind = _KINDS.get(self.status)
         if kind is None:
             kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return ErrorDetail(self.message, kind, self.param, self.code)
 
 
 _KINDS = {

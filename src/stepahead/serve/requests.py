@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -11,6 +11,8 @@ from stepahead.errors import RequestError
 from stepahead.serve.fields import convert, read_object, split_sampling, take_neutral
 from stepahead.serve.refusal import bad_request, refusal_of
 from stepahead.types import MAX_LOGPROBS, SamplingParams, params_from
+
+Given: TypeAlias = Any  # text, token ids, or a list of either: more kinds than a type can tell
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -57,7 +59,7 @@ class ChatFields(_Common, kw_only=True):
 class CompletionFields(_Common, kw_only=True):
     """POST /v1/completions."""
 
-    prompt: Any
+    prompt: Given
     logprobs: int | None = None
     echo: bool = False
     best_of: int | None = None
@@ -118,6 +120,7 @@ def read_chat_request(body: bytes) -> AskedChat:
             words = "max_completion_tokens and max_tokens are one; give one, or the same twice"
             raise bad_request(words, "max_completion_tokens")
         sampling["max_tokens"] = fields.max_completion_tokens
+    _check_stream(fields, sampling)
     shown = _chat_logprobs(fields)
     params = _params(sampling, {"max_tokens": None}, shown)
     return AskedChat(
@@ -147,14 +150,13 @@ def read_completion_request(body: bytes) -> AskedCompletion:
     """Refusal names the field that can't be honoured."""
     sampling, rest = split_sampling(read_object(body))
     fields = convert(take_neutral(rest), CompletionFields)
-    prompts = _prompts(fields.prompt)
+    _check_stream(fields, sampling)
+    prompts = read_prompts(fields.prompt, "prompt")
     no_output = fields.echo and _is_zero(sampling.get("max_tokens"))
     if no_output:
         sampling["max_tokens"] = 1  # it is computed and not told
     shown = None if fields.logprobs is None else _within("logprobs", fields.logprobs)
     if fields.echo and shown is not None:
-        if fields.stream:
-            raise bad_request("echo with logprobs can't be streamed; leave stream out", "echo")
         sampling.setdefault("prompt_logprobs", shown)
     params = _params(sampling, {}, shown)
     if fields.best_of not in (None, params.n):
@@ -173,15 +175,15 @@ def _is_zero(value: Any) -> bool:
     return value == 0 and not isinstance(value, bool)
 
 
-def _prompts(given: Any) -> tuple[str | list[int], ...]:
-    """Text, token ids, or a list of either."""
+def read_prompts(given: Given, name: str) -> tuple[str | list[int], ...]:
+    """Text, token ids, or a list of either; Refusal names the field that they are in."""
     found = given if isinstance(given, list) and given and not _is_id(given[0]) else [given]
     for prompt in found:
         if isinstance(prompt, str) and prompt:
             continue
         if not isinstance(prompt, list) or not prompt or not all(map(_is_id, prompt)):
-            words = "prompt must be text, token ids, or a list of either, none of them empty"
-            raise bad_request(words, "prompt")
+            words = f"{name} must be text, token ids, or a list of either, none of them empty"
+            raise bad_request(words, name)
     return tuple(found)
 
 
@@ -198,6 +200,12 @@ def _params(
         raise refusal_of(error) from error
 
 
+def _check_stream(fields: _Common, sampling: dict[str, Any]) -> None:
+    if fields.stream and "prompt_logprobs" in sampling:
+        words = "prompt_logprobs can't be streamed, but with echo; leave it or stream out"
+        raise bad_request(words, "prompt_logprobs")
+
+
 def _common(fields: _Common, params: SamplingParams, shown: int | None) -> dict[str, Any]:
     if fields.stream_options is not None and not fields.stream:
         raise bad_request("stream_options: only with stream set to true", "stream_options")
@@ -208,25 +216,23 @@ def _common(fields: _Common, params: SamplingParams, shown: int | None) -> dict[
             "stream_options",
             "unsupported_value",
         )
-    if fields.stream and params.prompt_logprobs is not None:
-        words = "prompt_logprobs can't be streamed; leave stream or prompt_logprobs out"
-        raise bad_request(words, "prompt_logprobs")
-    if fields.rid is not None and fields.request_id is not None:
-        raise bad_request("rid and request_id are one; give one of them", "rid")
     return {
         "model": fields.model,
         "params": params,
         "stream": fields.stream,
         "usage": options,
-        "label": _label(fields),
+        "label": read_label(fields.request_id, fields.rid),
         "show_logprobs": shown,
         "told_as_ids": fields.return_tokens_as_token_ids,
         "token_ids": fields.return_token_ids,
     }
 
 
-def _label(fields: _Common) -> str | None:
-    label = fields.request_id if fields.request_id is not None else fields.rid
+def read_label(request_id: str | None, rid: str | None) -> str | None:
+    """What the client calls its request, if it does; Refusal."""
+    if rid is not None and request_id is not None:
+        raise bad_request("rid and request_id are one; give one of them", "rid")
+    label = request_id if request_id is not None else rid
     if label is not None and not 0 < len(label) <= 256:
         raise bad_request("request_id must have 1 to 256 characters", "request_id")
     return label
@@ -275,9 +281,10 @@ def read_detokenize(body: bytes) -> DetokenizeFields:
     return convert(read_object(body), DetokenizeFields)
 
 
-def read_abort(body: bytes) -> AbortFields:
-    """Refusal names the field that is wrong."""
+def read_abort(body: bytes) -> str | None:
+    """Whom to abort, None for all; Refusal names the field that is wrong."""
     fields = convert(read_object(body), AbortFields)
-    if not fields.abort_all and fields.request_id is None and fields.rid is None:
+    label = read_label(fields.request_id, fields.rid)
+    if fields.abort_all == (label is not None):
         raise bad_request("name a request_id, or set abort_all to true", "request_id")
-    return fields
+    return label

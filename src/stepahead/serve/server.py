@@ -17,13 +17,12 @@ from stepahead.errors import ConfigError, EngineError
 from stepahead.executor.stops import STOPS, begin_to_stop
 from stepahead.serve.app import serve_app
 from stepahead.serve.front import Front
-from stepahead.serve.link import EngineLink
-from stepahead.serve.messages import Start
+from stepahead.serve.keeper import EngineKeeper
+from stepahead.serve.messages import Ready, Start
 from stepahead.serve.options import ServeConfig
 
 _TOLD_S = 2.0  # how long clients may take to hear of an end
 _FAILED_S = 1.0  # how long a server whose engine has failed says so before it goes
-_LOOPBACK = ("127.", "::1", "localhost")
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -87,6 +86,7 @@ class Server:
         )
         self._changed = asyncio.Event()
         self._ending: asyncio.Task[None] | None = None
+        self._served = False  # whether any engine was ever ready
 
     @property
     def url(self) -> str:
@@ -105,29 +105,26 @@ class Server:
             self._front.close()
 
     async def _run(self) -> int:
-        front = self._front
-        link = EngineLink(self._start, front.take, front.fail)
+        front, keeper = self._front, EngineKeeper(self._start, self._front)
         front.on_change = self._changed.set
         try:
-            front.connect(link)
-            link.listen()
+            keeper.begin()
             loop = asyncio.get_running_loop()
             for number in STOPS:
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     loop.add_signal_handler(number, self._on_signal, number)
             helpers = [
-                asyncio.create_task(self._watch()),
+                asyncio.create_task(self._watch(keeper)),
                 asyncio.create_task(self._ping()),
             ]
             await self._uvicorn.serve(sockets=[self._socket])
             for helper in helpers:
                 helper.cancel()
         finally:
-            loop, patient = asyncio.get_running_loop(), front.ready is not None
-            await loop.run_in_executor(None, link.close, patient)
-        if link.build_failure is not None:
-            raise link.build_failure
-        if front.ready is None and front.failure is not None:
+            await keeper.end(patient=front.ready is not None)
+        if not self._served and keeper.build_failure is not None:
+            raise keeper.build_failure
+        if not self._served and front.failure is not None:
             raise EngineError(f"the engine ended while it was loaded: {front.failure}")
         return 1 if front.failure is not None else 0
 
@@ -137,30 +134,51 @@ class Server:
             await asyncio.sleep(min(1.0, silent_s / 4))
             self._front.ping(silent_s)
 
-    async def _watch(self) -> None:
-        """Tells of the start, and ends the server when the engine fails."""
-        front = self._front
-        while front.ready is None and front.failure is None:
-            await self._next_change()
-        if front.ready is not None:
-            for line in front.ready.settings:
-                self._tell(line)
-            self._tell(self._where())
-        while front.failure is None:
-            await self._next_change()
-        if front.ready is not None:
-            self._tell(f"error: the engine has failed: {front.failure}")
-            await asyncio.sleep(_FAILED_S)
+    async def _watch(self, keeper: EngineKeeper) -> None:
+        """Tells of each start, and ends the server when the engine is gone for good."""
+        front, again = self._front, True
+        while again:
+            while front.ready is None and front.failure is None:
+                await self._next_change()
+            if front.ready is not None:
+                keeper.patience.ready()
+                self._tell_ready(front.ready)
+            while front.failure is None:
+                await self._next_change()
+            again = await self._after(front.failure, keeper)
         self._uvicorn.should_exit = True
 
+    async def _after(self, failure: str, keeper: EngineKeeper) -> bool:
+        """The engine is gone; whether there is another one now."""
+        if not self._served:
+            return False
+        self._tell(f"error: the engine has failed: {failure}")
+        if self._config.restart and not self._front.draining:
+            if keeper.patience.died():
+                self._tell("starting the engine again")
+                with contextlib.suppress(OSError):  # no process to be had: as without restart
+                    await keeper.begin_again()
+                    return True
+            self._tell("error: the engine can't be started again; the server ends")
+        await asyncio.sleep(_FAILED_S)
+        return False
+
+    def _tell_ready(self, ready: Ready) -> None:
+        if not self._served:
+            for line in ready.settings:
+                self._tell(line)
+        self._served = True
+        self._tell(self._where())
+
     def _where(self) -> str:
-        host = self._config.host
         only = ""
-        if host.startswith(_LOOPBACK):
+        if self._config.local:
             only = "; only this machine can reach it, --host 0.0.0.0 opens it to others"
         return f"serving {self._name} at {self.url}/v1{only}"
 
     def _on_signal(self, number: int) -> None:
+        if self._ending is not None:
+            signal.raise_signal(number)  # it had come with the first one, before the kernel had it
         begin_to_stop(number)  # a second one ends us at once, and the kernel the engine
         self._ending = asyncio.create_task(self._drain())
 

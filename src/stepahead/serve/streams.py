@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -12,6 +12,7 @@ from stepahead.llm.collect import Delta
 from stepahead.serve.calls import Call
 from stepahead.serve.refusal import Refusal
 from stepahead.serve.replies import (
+    Alternatives,
     ChatLogprobs,
     TextLogprobs,
     Usage,
@@ -22,6 +23,7 @@ from stepahead.serve.replies import (
 from stepahead.serve.requests import Asked
 from stepahead.text.texts import Texts
 
+Rows = Sequence[Alternatives | None]
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
 _encode = msgspec.json.Encoder().encode
@@ -180,25 +182,46 @@ class TextStory(_Telling):
     def __init__(self, asked: Asked, call: Call, texts: Texts, created: int, model: str) -> None:
         super().__init__(asked, call, texts, "text_completion", created, model)
         self._offsets: dict[int, int] = {}
+        # What is held back, by prompt, until the log-probabilities of an echoed one are there: the
+        # first choice brings them.
+        self._held: dict[int, list[Delta]] = {}
+        if asked.echo and asked.show_logprobs is not None:
+            self._held = {part.place: [] for part in call.parts}
 
     def begin(self) -> bytes:
-        """The prompts, if they are to be echoed."""
-        if not self.asked.echo and not self.asked.token_ids:
+        """The prompts, if they are to be echoed and there is nothing to wait for."""
+        if self._held or not (self.asked.echo or self.asked.token_ids):
             return b""
         return b"".join(self._prompt(place) for place in range(len(self.call.parts)))
 
-    def _prompt(self, place: int) -> bytes:
+    def _prompt(self, place: int, rows: Rows | None = None) -> bytes:
         prompt, n = self.call.parts[place].prompt, self.asked.params.n
         text = echoed(self.texts, prompt.text, prompt.ids) if self.asked.echo else ""
         ids = prompt.ids if self.asked.token_ids else UNSET
+        told = None if rows is None else self.wording.text(prompt.ids, rows, 0)
         return b"".join(
-            self.piece(TextPiece(place * n + choice, text, prompt_token_ids=ids), 0)
+            self.piece(TextPiece(place * n + choice, text, told, prompt_token_ids=ids), 0)
             for choice in range(n)
         )
 
     def tell(self, items: Iterable[tuple[int, Delta]]) -> bytes:
         """Text as it comes; the last one of a choice has its finish reason."""
-        return b"".join([self._tell(place, delta) for place, delta in items])
+        if not self._held:
+            return b"".join([self._tell(place, delta) for place, delta in items])
+        return b"".join([self._tell_behind_prompt(place, delta) for place, delta in items])
+
+    def _tell_behind_prompt(self, place: int, delta: Delta) -> bytes:
+        if place not in self._held:
+            return self._tell(place, delta)
+        if delta.index:
+            self._held[place].append(delta)
+            return b""
+        rows, ids = delta.prompt_logprobs or [], self.call.parts[place].prompt.ids
+        first, n = place * self.asked.params.n, self.asked.params.n
+        self._offsets |= dict.fromkeys(range(first, first + n), self.wording.length(ids))
+        # an abort may have come before all of them did
+        told = self._prompt(place, None if None in rows[1:] else rows)
+        return told + b"".join(self._tell(place, one) for one in [delta, *self._held.pop(place)])
 
     def _tell(self, place: int, delta: Delta) -> bytes:
         index, silent = self.index(place, delta), self.asked.no_output

@@ -95,31 +95,32 @@ class Loopback:
 
 
 class LocalOnly:
-    """Answers only requests whose Host is a name of this machine's loopback."""
+    """Answers only requests whose Host is a name of this machine's loopback, or one of `more`."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, more: tuple[str, ...] = ()) -> None:
         self._app = app
+        self._names = _NAMES + tuple(name.lower() for name in more if name.lower() not in _NAMES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Hands it on, or refuses it with 403."""
-        if scope["type"] == "http" and not _is_local(scope["headers"]):
-            await _refuse(send)
+        if scope["type"] == "http" and not _is_local(scope["headers"], self._names):
+            await _refuse(send, self._names)
         else:
             await self._app(scope, receive, send)
 
 
-def _is_local(headers: list[tuple[bytes, bytes]]) -> bool:
+def _is_local(headers: list[tuple[bytes, bytes]], names: tuple[str, ...]) -> bool:
     hosts = [value.decode("latin-1").lower() for name, value in headers if name == b"host"]
     if len(hosts) != 1:
         return False
     name, colon, port = hosts[0].rpartition(":")
     bare = name if colon and port.isdecimal() else hosts[0]
-    return bare in _NAMES
+    return bare in names
 
 
-async def _refuse(send: Send) -> None:
+async def _refuse(send: Send, names: tuple[str, ...]) -> None:
     told = {
-        "message": f"only requests to {', '.join(_NAMES)} are answered here",
+        "message": f"only requests to {', '.join(names)} are answered here",
         "type": "invalid_request_error",
         "param": "host",
         "code": "host_not_allowed",
