@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING
 
 from stepahead.errors import InvalidParameter
 from stepahead.grammar.deep import on_deep_stack
-from stepahead.grammar.lark import choice_grammar, own_grammar, regex_grammar, with_options
+from stepahead.grammar.lark import (
+    choice_grammar,
+    own_grammar,
+    refuse_halves,
+    regex_grammar,
+    with_options,
+)
 from stepahead.grammar.schema import schema_text
 from stepahead.grammar.vocabulary import Vocabulary
 from stepahead.types import Grammar, StructuredOutputs
@@ -42,8 +48,7 @@ class GrammarCompiler:
 
     def check(self, lark: str, param: str) -> Grammar:
         """A grammar in the library's notation, found good.  Raises InvalidParameter."""
-        if any("\ud800" <= letter <= "\udfff" for letter in lark):
-            raise InvalidParameter(f"{param} holds half of a surrogate pair; take it out", param)
+        refuse_halves(lark, param)
         return self._checked(lark, param)
 
     def _check(self, lark: str, param: str) -> Grammar:

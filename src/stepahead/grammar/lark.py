@@ -6,6 +6,7 @@ import json
 import re
 
 from stepahead.errors import InvalidParameter
+from stepahead.grammar.schema import MAX_PATTERN_CHARS
 
 MAX_GRAMMAR_CHARS = 16_384  # so at most some 2,700 rules in a chain: see deep.py
 # what the library would hand to a sampler or a backtracking engine, of which it has neither here
@@ -14,6 +15,12 @@ _ATTRIBUTES = re.compile(r"^\s*[!?]?[\w-]+\s*\[([^\]\n]*)\]\s*:", re.MULTILINE)
 # Without it, where an answer has but one continuation, only the tokenizer's own cut of it would be
 # allowed.  It stands last: of two lines with options the last one holds.
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
+
+
+def refuse_halves(text: str, param: str) -> None:
+    """Raises InvalidParameter for half of a surrogate pair, which no UTF-8 has."""
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise InvalidParameter(f"{param} holds half of a surrogate pair; take it out", param)
 
 
 def with_options(lark: str) -> str:
@@ -30,14 +37,13 @@ def regex_grammar(regex: str, param: str) -> str:
     """That of a whole answer that matches `regex`; \\d is 0-9.  Raises InvalidParameter."""
     from llguidance import regex_to_lark
 
-    from stepahead.grammar.schema import MAX_PATTERN_CHARS
-
+    refuse_halves(regex, param)
     if len(regex) > MAX_PATTERN_CHARS:
         raise InvalidParameter(
             f"{param} has {len(regex)} characters; at most {MAX_PATTERN_CHARS} are taken", param
         )
     # "" stands for a comment there
-    return f"start: /{regex_to_lark(regex)}/" if regex else 'start: ""'
+    return f"start: /{regex_to_lark(regex, "d")}/" if regex else 'start: ""'
 
 
 def choice_grammar(choices: list[str]) -> str:
@@ -50,6 +56,7 @@ def own_grammar(grammar: str, param: str) -> str:
     """A user's grammar, in Lark's notation or GBNF's ("root ::=").  Raises InvalidParameter."""
     from llguidance.gbnf_to_lark import any_to_lark
 
+    refuse_halves(grammar, param)
     if len(grammar) > MAX_GRAMMAR_CHARS:
         raise InvalidParameter(
             f"{param} has {len(grammar)} characters; at most {MAX_GRAMMAR_CHARS} are taken", param
