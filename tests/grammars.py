@@ -26,7 +26,7 @@ def tiny_vocabulary() -> Vocabulary:
 
 @dataclass(frozen=True)
 class Regex:
-    """`kind` is one of nothing, empty, letters, concat, either, star; no `nothing` inside others."""
+    """`kind`: nothing, empty, letters, concat, either or star; no `nothing` inside of others."""
 
     kind: str
     letters: str = ""

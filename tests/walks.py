@@ -13,6 +13,7 @@ import argparse
 import json
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from schemas import SCHEMAS
 from stepahead.grammar import GrammarCompiler, Vocabulary
 from stepahead.runner.grammar import Matchers, apply_masks
 from stepahead.text import Tokenizer
-from stepahead.types import StructuredOutputs
+from stepahead.types import Grammar, StructuredOutputs
 
 ROWS = 32  # walks side by side
 
@@ -40,12 +41,6 @@ class Report:
     tokens: int = 0
 
 
-@dataclass
-class _Walk:
-    name: str
-    ids: list[int] = field(default_factory=list)
-
-
 def small_vocabulary(folder: Path) -> Vocabulary:
     """500 tokens of a byte-level BPE, in 512 logits."""
     texts = Tokenizer.load(text_makers.chat_folder(folder))
@@ -53,18 +48,43 @@ def small_vocabulary(folder: Path) -> Vocabulary:
 
 
 def walk(vocabulary: Vocabulary, walks: int, seed: int = 0, max_tokens: int = 300) -> Report:
-    """Random walks, `ROWS` at a time, each in a slot that many others have had before."""
-    compiler, matchers = GrammarCompiler(vocabulary), Matchers(vocabulary, ROWS + 1, threads=1)
+    """Random walks over the schemas in turn, and what became of them."""
+    compiler = GrammarCompiler(vocabulary)
     names = [list(SCHEMAS)[number % len(SCHEMAS)] for number in range(walks)]
     grammars = {name: compiler.compile(StructuredOutputs(json=SCHEMAS[name])) for name in SCHEMAS}
-    noise = torch.Generator().manual_seed(seed)
+    report = Report()
+    made = answers(vocabulary, [grammars[name] for name in names], report, seed, max_tokens)
+    for name, answer in zip(names, made, strict=True):
+        if answer is None:
+            report.cut[name] += 1
+            continue
+        report.finished += 1
+        try:
+            jsonschema.validate(json.loads(answer.decode()), SCHEMAS[name])
+        except (ValueError, jsonschema.ValidationError) as error:
+            report.wrong.append(f"{name}: {answer!r}: {str(error)[:200]}")
+    return report
+
+
+def answers(
+    vocabulary: Vocabulary,
+    grammars: Sequence[Grammar],
+    report: Report,
+    seed: int = 0,
+    max_tokens: int = 300,
+) -> list[bytes | None]:
+    """What random logits make under each grammar, None where max_tokens cut it; `ROWS` at a time,
+    each in a slot that many others have had before."""
+    matchers, noise = Matchers(vocabulary, ROWS + 1, threads=1), torch.Generator().manual_seed(seed)
     masks = np.zeros((ROWS, matchers.words), np.int32)
-    report, running, begun, step = Report(), {}, 0, 0
-    while running or begun < walks:
+    made: list[bytes | None] = [None] * len(grammars)
+    running: dict[int, tuple[int, list[int]]] = {}  # by slot: number, tokens
+    begun = step = 0
+    while running or begun < len(grammars):
         for slot in range(1, ROWS + 1):
-            if slot not in running and begun < walks:
-                matchers.start(slot, begun, grammars[names[begun]])
-                running[slot] = (begun, _Walk(names[begun]))
+            if slot not in running and begun < len(grammars):
+                matchers.start(slot, begun, grammars[begun])
+                running[slot] = (begun, [])
                 begun += 1
         slots = np.array(sorted(running))
         matchers.fill(slots.tolist(), masks)
@@ -76,27 +96,19 @@ def walk(vocabulary: Vocabulary, walks: int, seed: int = 0, max_tokens: int = 30
         report.wrong += [f"{error}" for error in matchers.take_errors()]
         step += 1
         for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True):
-            number, one = running[slot]
-            one.ids.append(token)
-            if matchers.ended[slot] or len(one.ids) == max_tokens:
-                _close(report, vocabulary, one, bool(matchers.ended[slot]))
+            number, ids = running[slot]
+            ids.append(token)
+            if matchers.ended[slot]:
+                made[number] = b"".join(
+                    vocabulary.token_bytes[token]
+                    for token in ids
+                    if token not in vocabulary.eos_ids
+                )
+            if matchers.ended[slot] or len(ids) == max_tokens:
                 matchers.leave(slot, number)
+                report.tokens += len(ids)
                 del running[slot]
-    return report
-
-
-def _close(report: Report, vocabulary: Vocabulary, one: _Walk, ended: bool) -> None:
-    report.tokens += len(one.ids)
-    if not ended:
-        report.cut[one.name] += 1
-        return
-    report.finished += 1
-    ends = set(vocabulary.eos_ids)
-    made = b"".join(vocabulary.token_bytes[token] for token in one.ids if token not in ends)
-    try:
-        jsonschema.validate(json.loads(made.decode()), SCHEMAS[one.name])
-    except (ValueError, jsonschema.ValidationError) as error:
-        report.wrong.append(f"{one.name}: {made!r}: {str(error)[:200]}")
+    return made
 
 
 def main() -> None:

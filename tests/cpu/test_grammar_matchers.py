@@ -97,9 +97,11 @@ def test_a_token_is_allowed_iff_its_bytes_keep_the_text_a_prefix_of_the_language
 
 
 @settings(max_examples=30)
-@given(st.lists(st.text("aé你😀\"\\\n", max_size=5), min_size=1, max_size=6), st.data())
+@given(st.lists(st.text('aé你😀"\\\n', max_size=5), min_size=1, max_size=6), st.data())
 def test_a_choice_is_held_to_the_byte(choices: list[str], data: st.DataObject) -> None:
-    pieces = sorted({text.encode()[a:b] for text in choices for a in range(20) for b in range(a, 20)})
+    pieces = sorted(
+        {text.encode()[a:b] for text in choices for a in range(20) for b in range(a, 20)}
+    )
     vocabulary = Vocabulary([b"<eos>", *(piece for piece in pieces if piece), b"\xff"], [0], [0])
     matchers = Matchers(vocabulary, 2, threads=1)
     asked = StructuredOutputs(choice=choices)

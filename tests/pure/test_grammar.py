@@ -1,4 +1,4 @@
-"""Grammars are compiled or refused by name, never widened; tokens have the bytes we say they have."""
+"""Grammars are compiled or refused by name, never widened; tokens have the bytes we say."""
 
 from __future__ import annotations
 

@@ -44,15 +44,18 @@ class GrammarCompiler:
 
         Raises InvalidParameter, for `param`, that says what can't be honoured.
         """
-        return self.check(_lark_of(asked, param), param)
+        return self.check(with_options(_lark_of(asked, param)), param)
 
-    def check(self, lark: str, param: str) -> Grammar:
-        """A grammar in the library's notation, found good.  Raises InvalidParameter."""
-        refuse_halves(lark, param)
-        return self._checked(lark, param)
+    def check(self, text: str, param: str) -> Grammar:
+        """A whole grammar, as `tool_grammar` and `after_reasoning` write it, found good.
 
-    def _check(self, lark: str, param: str) -> Grammar:
-        grammar = Grammar(with_options(lark))
+        Raises InvalidParameter, for `param`.
+        """
+        refuse_halves(text, param)
+        return self._checked(text, param)
+
+    def _check(self, text: str, param: str) -> Grammar:
+        grammar = Grammar(text)
         if reason := on_deep_stack(lambda: _reason_against(grammar, self._tokenizer)):
             raise InvalidParameter(f"{param} can't be honoured: {reason}; ask without that", param)
         return grammar

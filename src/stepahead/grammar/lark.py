@@ -43,7 +43,8 @@ def regex_grammar(regex: str, param: str) -> str:
             f"{param} has {len(regex)} characters; at most {MAX_PATTERN_CHARS} are taken", param
         )
     # "" stands for a comment there
-    return f"start: /{regex_to_lark(regex, "d")}/" if regex else 'start: ""'
+    pattern = regex_to_lark(regex, "d")
+    return f"start: /{pattern}/" if pattern else 'start: ""'
 
 
 def choice_grammar(choices: list[str]) -> str:

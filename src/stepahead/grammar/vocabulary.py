@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 
@@ -11,7 +11,7 @@ from stepahead.errors import UnsupportedModel
 from stepahead.text.texts import Texts
 
 if TYPE_CHECKING:
-    from llguidance import LLTokenizer
+    from llguidance import LLTokenizer, TokenizerWrapper
 
 
 class Vocabulary(msgspec.Struct, frozen=True, eq=False):
@@ -53,7 +53,8 @@ class Vocabulary(msgspec.Struct, frozen=True, eq=False):
         """The library's own, a trie of all tokens: half a second of CPU for 50,000 of them."""
         from llguidance import LLTokenizer
 
-        return LLTokenizer(_Wrapped(self), eos_token=self.eos_ids)
+        wrapped = cast("TokenizerWrapper", _Wrapped(self))  # of which it reads no more than this
+        return LLTokenizer(wrapped, eos_token=self.eos_ids)
 
 
 class _Wrapped:
