@@ -1,5 +1,5 @@
-"""Tool calls held by a grammar: what may be said is what the parser reads, and its arguments keep to
-the tool's schema; reasoning stays free before it."""
+"""Tool calls held by a grammar: what may be said is what the parser reads, its arguments keep to
+the tool's schema, and reasoning stays free before it."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_reasoning_is_free_and_the_answer_behind_it_held(
             assert events == [*([Reasoning(bare)] if bare else []), Content("yes")]
         assert not takes(grammar, f"{begin}{thought}</think>maybe", special)
         assert not takes(grammar, f"{begin}{thought}", special)
-    calls = tool_grammar(ToolGrammar(TOOLS, "required", "glm"))
+    calls = tool_grammar(ToolGrammar(TOOLS, "required", "glm", special=special))
     assert calls is not None
     both = COMPILER.check(after_reasoning(Grammar(calls), special, inside), "tools")
     assert takes(both, f"{begin}hm</think>\n{ONE['glm']}", special)

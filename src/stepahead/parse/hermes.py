@@ -1,4 +1,7 @@
-"""Tool calls as Hermes and Qwen write them: <tool_call>{"name": ..., "arguments": ...}</tool_call>."""
+"""Tool calls as Hermes and Qwen write them.
+
+    <tool_call>{"name": ..., "arguments": {...}}</tool_call>
+"""
 
 from __future__ import annotations
 
