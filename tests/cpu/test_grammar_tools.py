@@ -216,6 +216,24 @@ def test_reasoning_is_free_and_the_answer_behind_it_held(
             "format of the text b",
         ),
         (
+            [
+                Tool(
+                    "a",
+                    NOTHING | {"properties": {"b": {"type": "string", "maxLength": "3}/"}}},
+                    True,
+                )
+            ],
+            "auto",
+            "glm",
+            "the lengths of b",
+        ),
+        (
+            [Tool("a", NOTHING | {"properties": {"b": {"type": "string", "enum": "abc"}}}, True)],
+            "auto",
+            "glm",
+            "enum of b must be a list",
+        ),
+        (
             [Tool("a", NOTHING | {"properties": {"b": {"const": "</arg_value>"}}}, True)],
             "auto",
             "glm",

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import llguidance
+import msgspec
 import pytest
 
 import grammars
@@ -192,6 +193,16 @@ def test_equal_wishes_have_one_grammar_whoever_asks() -> None:
     assert compiler.compile(StructuredOutputs(json=SCHEMAS["order"])) is compiler.compile(
         StructuredOutputs(json=schema)
     )
+
+
+def test_grammars_wishes_and_vocabularies_travel() -> None:
+    asked = StructuredOutputs(json=SCHEMAS["order"])
+    grammar = COMPILER.compile(asked)
+    for value in (asked, grammar):
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(value), type=type(value)) == value
+    there = msgspec.msgpack.decode(msgspec.msgpack.encode(BYTES), type=Vocabulary)
+    assert there.token_bytes == BYTES.token_bytes
+    assert GrammarCompiler(there).compile(asked) == grammar
 
 
 _CHAINS = """

@@ -133,7 +133,8 @@ def _glm_call(tool: Tool, number: int, special: Mapping[str, int], rules: dict[s
         value = _ended("VALUE_TEXT", _text_without(VALUE_END), special, rules)
         pair = f"{tag[KEY]} KEY_TEXT {tag[KEY_END]} {tag[VALUE]} {value}"
         return f"{name} ({pair})* {tag[CLOSE]}"
-    required = tool.parameters.get("required", [])
+    given = tool.parameters.get("required")
+    required: list[Any] = given if isinstance(given, list) else list[Any]()
     if tool.parameters.get("additionalProperties", True) is not False:
         raise _unheld(tool, 'a strict tool needs "additionalProperties": false')
     if unknown := sorted(tool.parameters.keys() - _GLM_KEYWORDS):
@@ -173,8 +174,13 @@ def _glm_text(tool: Tool, key: str, schema: dict[str, Any]) -> str:
         raise _unheld(tool, f"{unknown[0]} of the text {key} can't be held in this format")
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if values is None:
-        least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-        return f"/(?s:.){{{least},{most}}}/ & {_text_without(VALUE_END)}"
+        lengths = [schema.get("minLength", 0), schema.get("maxLength", 0)]
+        if not all(isinstance(length, int) and 0 <= length <= 1 << 30 for length in lengths):
+            raise _unheld(tool, f"the lengths of {key} must be whole numbers")
+        most = schema.get("maxLength", "")
+        return f"/(?s:.){{{lengths[0]},{most}}}/ & {_text_without(VALUE_END)}"
+    if not isinstance(values, list):
+        raise _unheld(tool, f"enum of {key} must be a list")
     texts = [value for value in values if isinstance(value, str) and VALUE_END not in value]
     if not texts:
         raise _unheld(tool, f"no value of {key} can be written in this format")

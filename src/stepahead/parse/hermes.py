@@ -1,6 +1,6 @@
 """Tool calls as Hermes and Qwen write them.
 
-    <tool_call>{"name": ..., "arguments": {...}}</tool_call>
+<tool_call>{"name": ..., "arguments": {...}}</tool_call>
 """
 
 from __future__ import annotations
