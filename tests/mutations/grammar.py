@@ -146,7 +146,7 @@ MUTATIONS = [
         "grammar/tools.py",
         '    rules[name] = f"({text}) {literal(VALUE_END)}"\n    return name\n',
         '    rules[name] = text\n    return f"{name} {literal(VALUE_END)}"\n',
-        _TOOLS + "test_random_calls_are_read_back_and_keep_to_their_schema",
+        _TOOLS + "test_a_text_of_glm_has_the_lengths_and_values_of_its_schema",
     ),
     Mutation(
         "what may become a tag is told",
