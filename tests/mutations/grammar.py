@@ -154,7 +154,7 @@ MUTATIONS = [
         "parse/tags.py",
         "            if text.endswith(tag[:size]):\n",
         "            if False:\n",
-        _PARSE + "test_the_pieces_a_text_comes_in_change_nothing",
+        _PARSE + "test_nothing_that_may_become_a_tag_is_told",
     ),
     Mutation(
         "any JSON is a tool call",
