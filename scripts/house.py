@@ -25,7 +25,7 @@ MAX_PUBLIC_NAMES = 8
 # Top to bottom: a room may import only rooms above it.
 LADDER = (
     *("errors", "wire", "sync", "types", "config", "plan"),
-    *("observe", "text", "device", "cache", "scheduler", "loop"),
+    *("observe", "text", "parse", "grammar", "device", "cache", "scheduler", "loop"),
     *("model", "parallel", "runner", "executor", "disagg", "watch"),
     *("engine", "assemble", "llm", "sim", "doctor", "serve", "trace", "top", "explain", "cli"),
 )
@@ -45,7 +45,8 @@ BLIND = {
 # of rooms that do use torch, these files.
 TORCH_FREE_ROOMS = {
     *("errors", "wire", "sync", "types", "config", "plan", FACE),
-    *("observe", "text", "cache", "scheduler", "loop", "watch", "top", "explain", "serve"),
+    *("observe", "text", "parse", "grammar", "cache", "scheduler", "loop"),
+    *("watch", "top", "explain", "serve"),
 }
 NEEDS_TORCH = {"cache/pools.py", "cache/tiers.py"}
 TORCH_FREE_FILES = {

@@ -11,6 +11,7 @@ from mutations import (
     device,
     ends,
     explain,
+    grammar,
     model,
     observe,
     pipeline,
@@ -38,4 +39,5 @@ MUTATIONS = [
     *watch.MUTATIONS,
     *explain.MUTATIONS,
     *serve.MUTATIONS,
+    *grammar.MUTATIONS,
 ]
