@@ -24,6 +24,7 @@ from stepahead.executor.channel import Channel, Kind, open_channel
 from stepahead.serve.app import serve_app
 from stepahead.serve.back import EngineDesk
 from stepahead.serve.front import Front
+from stepahead.serve.link import UNREAD_BYTES
 from stepahead.serve.messages import Stop, ToEngine, from_engine
 from stepahead.serve.options import ServeConfig
 from stepahead.serve.server import listen
@@ -115,7 +116,7 @@ class Inside:
         parts = model_parts(engine)
         self.front = Front(parts.texts, config.max_waiting, config.request_timeout)
         self._config = config
-        self._channel, fds = open_channel()
+        self._channel, fds = open_channel(UNREAD_BYTES)
         self._back = Channel(*fds)
         desk = EngineDesk(self._back, self.assembly, config.max_waiting)
         self._engine_thread = threading.Thread(target=desk.run)

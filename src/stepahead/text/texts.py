@@ -124,7 +124,7 @@ class ToyTexts:
     def bytes_of(self, ids: Sequence[int], skip_special_tokens: bool) -> bytes:
         """The bytes of `ids` in a row."""
         hidden = self.special_ids if skip_special_tokens else frozenset[int]()
-        return b"".join(self.token_bytes[token] for token in ids if token not in hidden)
+        return b"".join([self.token_bytes[token] for token in ids if token not in hidden])
 
 
 class _ByteStream:
