@@ -127,6 +127,7 @@ class Inside:
             uvicorn.Config(app, ws="none", lifespan="off", log_config=None, access_log=False)
         )
         self._http_thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+        self._loop: asyncio.AbstractEventLoop
         self._began = threading.Event()
 
     def _step(self) -> Outputs | None:
@@ -159,7 +160,7 @@ class Inside:
         assert self._began.wait(START_S)
 
     async def _serve(self) -> None:
-        loop = asyncio.get_running_loop()
+        loop = self._loop = asyncio.get_running_loop()
         loop.add_reader(self._channel.fileno(), self._on_readable)
         self.front.connect(self)
         self.front.on_change = lambda: self.front.ready and self._began.set()
@@ -180,6 +181,25 @@ class Inside:
     def send(self, message: ToEngine) -> None:
         """To the engine."""
         self._channel.send(Kind.MESSAGE, encode(message))
+
+    @contextlib.contextmanager
+    def deaf(self) -> Generator[None]:
+        """While it is entered, the front reads nothing of what the engine says."""
+        fd = self._channel.fileno()
+        self._loop.call_soon_threadsafe(self._loop.remove_reader, fd)
+        try:
+            yield
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.add_reader, fd, self._on_readable)
+
+    @property
+    def behind(self) -> bool:
+        """Whether the engine waits for the front to read."""
+        return self._back.behind
+
+    def tasks(self) -> int:
+        """Tasks of the front's loop."""
+        return len(asyncio.all_tasks(self._loop))
 
     def rest(self) -> None:
         """Waits until nothing runs any more; AssertionError unless all came back."""
