@@ -4,7 +4,7 @@ One thread asks for streamed completions and reads them with epoll: `streams` at
 as soon as one is over.  Each has a fate, drawn by the seed:
 
     read    reads to the end, as fast as it comes
-    slow    reads `slow_bytes` ten times a second, with the smallest buffer there is
+    slow    reads `slow_bytes` ten times a second, with a buffer of a few KiB
     leave   closes its connection after some events, or before the first
     abort   has itself aborted by name after some events, and reads to the end
 
@@ -128,7 +128,7 @@ class Stream:
 def _connection(load: Load, slow: bool = False) -> socket.socket:
     made = socket.socket()
     if slow:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
     made.connect((load.host, load.port))
     return made
 
@@ -246,16 +246,23 @@ class Client:
         stream.socket.close()
         if well:
             self.heard.ends[stream.fate] += 1
-        elif len(self.heard.wrong) < 10:
-            self.heard.wrong.append(f"{stream.fate}: {stream.events} of {stream.output} events")
+        else:
+            self._wrong(stream, "ended")
+
+    def _wrong(self, stream: Stream, how: str) -> None:
+        if len(self.heard.wrong) < 10:
+            told = f"{stream.events} of {stream.output} events"
+            self.heard.wrong.append(f"{how}, {stream.fate}: {told}")
 
     def _finish(self) -> None:
         end_s = time.perf_counter() + self.load.patience_s
         while self._running and not self.load.cut and (now := time.perf_counter()) < end_s:
             self._turn(now, end_s)
-        self.heard.stuck = 0 if self.load.cut else len(self._running)
         for stream in self._running.values():
             stream.socket.close()
+            if not self.load.cut:
+                self.heard.stuck += 1
+                self._wrong(stream, "stuck")
         self._poll.close()
 
     def _sum_up(self) -> None:
