@@ -37,10 +37,12 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 class Load:
     """`output` and `prompt` are ranges of tokens; fates are drawn from `fates`.
 
-        After each look at what has come we sleep for `nap_s`, as a network's card would gather: else the
-    kernel wakes us for every event, and much of what a token costs is that.  For `seconds` a stream that is over is followed by another.  Then those that run are left in the
+    For `seconds` a stream that is over is followed by another.  Then those that run are left in the
     middle if `cut`, else they have `patience_s` to end.  Figures are of the time after `warm_s`.
     CPU times are those of `pids`, and our own.
+
+    After each look at what has come we sleep for `nap_s`, as a network card gathers: else the
+    kernel wakes us for every event, and much of what a token costs is that.
     """
 
     host: str
@@ -212,7 +214,7 @@ class Client:
             self.heard.events += events
         if events:
             self._note(stream, events)
-        if b"HTTP/1.1 " in text and b"HTTP/1.1 200" not in text or b'{"error"' in text:
+        if (b"HTTP/1.1 " in text and b"HTTP/1.1 200" not in text) or b'{"error"' in text:
             self.heard.wrong.append(text[:300].decode("utf-8", "replace"))
             over = True
         elif stream.fate in ("leave", "abort") and stream.patience <= stream.events and events:

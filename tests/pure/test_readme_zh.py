@@ -33,7 +33,12 @@ class Block:
     def kind(self) -> str:
         if level := re.match(r"(#+) ", self.text):
             return f"a heading of level {len(level[1])}"
-        for begin, name in (("```", "code"), ("|", "a table"), ("![", "a picture"), ("- ", "a list")):
+        for begin, name in (
+            ("```", "code"),
+            ("|", "a table"),
+            ("![", "a picture"),
+            ("- ", "a list"),
+        ):
             if self.text.startswith(begin):
                 return name
         return "a paragraph"
@@ -68,6 +73,10 @@ def numbers(line: str) -> Counter[str]:
     return Counter(NUMBER.findall(CODE.sub("", LINK.sub("", line))))
 
 
+def words_in_code(text: str) -> Counter[str]:
+    return Counter(CODE.findall(text))
+
+
 def difference(english: Block, chinese: Block) -> str | None:
     """What is to be changed in the Chinese block, None if it keeps step."""
     if english.kind != chinese.kind:
@@ -78,7 +87,9 @@ def difference(english: Block, chinese: Block) -> str | None:
         return f"give it {len(english.lines)} lines, as there; it has {len(chinese.lines)}"
     if missing := differing(links(english.text), links(chinese.text)):
         return f"links and pictures: {missing}"
-    if missing := differing(Counter(CODE.findall(english.text)), Counter(CODE.findall(chinese.text))):
+    if missing := differing(
+        Counter(CODE.findall(english.text)), Counter(CODE.findall(chinese.text))
+    ):
         return f"words in `code`: {missing}"
     for place, (there, here) in enumerate(zip(english.lines, chinese.lines, strict=True)):
         if english.kind == "a table" and (wrong := differing_cells(there, here)):

@@ -75,7 +75,9 @@ def rows(key: str) -> Iterator[str]:
     )
     for what in seen:
         cells = [
-            spelt((name, flag) for flag in table if getattr(flag, key) == what for name in flag.names)
+            spelt(
+                (name, flag) for flag in table if getattr(flag, key) == what for name in flag.names
+            )
             for table in ENGINES.values()
         ]
         yield "| " + " | ".join([f"`{option(what)}`" if key == "to" else what, *cells]) + " |"
@@ -106,7 +108,7 @@ def test_every_flag_is_in_the_page_and_every_option_of_ours_in_it_exists() -> No
     assert {name for table in ENGINES.values() for flag in table for name in flag.names} <= set(
         re.findall(r"`(-[\w-]+)`", text)
     )
-    ours = {name for name in (*_fields(EngineConfig), *_fields(ServeConfig))} | {"chat_template"}
+    ours = {*_fields(EngineConfig), *_fields(ServeConfig), "chat_template"}
     assert {flag.to for table in ENGINES.values() for flag in table if flag.to} <= ours
 
 
@@ -121,7 +123,9 @@ def test_the_most_used_spellings_are_taken() -> None:
     want |= {"host": "h", "served_name": "n", "api_key": "k", "prefix_cache": True}
     assert read(*line.split()) == want | {"dtype": "bfloat16"}
     line = "--model-path m --max-running-requests 4 --context-length 64 --chunked-prefill-size 32"
-    line += " --port 9 --host h --served-model-name n --api-key k --disable-radix-cache --page-size 8"
+    line += (
+        " --port 9 --host h --served-model-name n --api-key k --disable-radix-cache --page-size 8"
+    )
     want = want | {"prefix_cache": False, "page_size": 8}
     assert read(*line.split()) == want
 

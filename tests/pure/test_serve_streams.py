@@ -79,5 +79,3 @@ def test_a_completion_whose_output_is_not_wanted_tells_none() -> None:
     story = story_of(False, "x", "toy", echo=True, max_tokens=0)
     assert b'"text":""' in story.tell([(0, Delta("", 0, "a", [4]))])
     assert story._made == 0
-
-

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from stepahead.llm.offline import LLM
 
 # where an option is told of: by the room that it is about
-_ROOMS: dict[str, tuple[str, ...]] = {
+ROOMS: dict[str, tuple[str, ...]] = {
     "scheduler: what runs next": (
         *("max_rows", "max_step_tokens", "max_model_len"),
         *("page_size", "num_pages", "kv_memory_gb", "prefix_cache"),
@@ -41,7 +41,7 @@ _OFF = {"prefix_cache": "--disable-radix-cache"}
 ENGINE = Group("Engine options", sort_key=9)
 _GROUPS = {
     name: Group(f"Engine options, {room}", sort_key=2 + place)
-    for place, (room, names) in enumerate(_ROOMS.items())
+    for place, (room, names) in enumerate(ROOMS.items())
     for name in names
 }
 SAMPLING = Group("Sampling defaults", sort_key=1)

@@ -122,9 +122,7 @@ class _Telling:
         self._plain_piece = plain_piece  # of a choice that brings only text
         self._forms: dict[int, tuple[bytes, bytes]] = {}
         # whether events differ in nothing but the text, but for those that bring more
-        self._plain = not (
-            asked.token_ids or asked.no_output or asked.usage.continuous_usage_stats
-        )
+        self._plain = not (asked.token_ids or asked.no_output or asked.usage.continuous_usage_stats)
         self._prompt_tokens = sum(len(part.prompt.ids) for part in call.parts)
 
     def chunk(
