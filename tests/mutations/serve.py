@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from mutating import Mutation
 
+_STREAMS = "tests/pure/test_serve_streams.py::"
+_CROWD = "tests/cpu/test_serve_crowd.py::"
 _INSIDE = "tests/cpu/test_serve_inside.py::"
 _FRONT = "tests/pure/test_serve_front.py::"
 _FIELDS = "tests/pure/test_serve_requests.py::"
 _LIFE = "tests/cpu/test_serve_lifecycle.py::"
-_STREAMS = "tests/pure/test_serve_streams.py::"
-_CROWD = "tests/cpu/test_serve_crowd.py::"
 
 MUTATIONS = [
     Mutation(

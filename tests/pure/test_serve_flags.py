@@ -15,8 +15,9 @@ from stepahead.cli import serve as serve_verb
 from stepahead.cli.main import run_command
 from stepahead.cli.options import given
 from stepahead.config import ALIASES, EngineConfig
+from stepahead.errors import ConfigError
 from stepahead.explain.flags import ENGINES, Flag, counterpart
-from stepahead.serve.options import SERVE_ALIASES, ServeConfig
+from stepahead.serve.options import SERVE_ALIASES, ServeConfig, serve_config
 
 PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
 BEGIN, END = "<!-- begin flags -->\n", "<!-- end flags -->\n"
@@ -158,8 +159,12 @@ def test_what_is_refused_is_one_line(capsys: pytest.CaptureFixture[str]) -> None
         said = capsys.readouterr().err
         assert said.startswith(f"stepahead: error: {words[0].partition('=')[0]} is ")
         assert said.count("\n") == 1
-    assert run_command([*here[:2], "--allowed-origins", '["*"]']) == 2
-    assert "give each origin as a word of its own" in capsys.readouterr().err
+
+
+def test_an_origin_in_json_is_refused() -> None:
+    with pytest.raises(ConfigError, match="give each origin as a word of its own"):
+        serve_config({"allow_origins": ['["*"]']})
+    assert serve_config({"allow_origins": ["*", "http://[::1]:9"]}).allow_origins is not None
 
 
 def test_a_flag_is_known_however_it_is_spelt_and_by_every_command(
