@@ -152,6 +152,7 @@ class _Telling:
 
     def _form(self, index: int) -> tuple[bytes, bytes]:
         marked = self.piece(self._plain_piece(index, _MARK), 0)
+        # from the end: a name before it may hold the mark, what follows has no words of the user's
         before, _, after = marked.rpartition(_encode(_MARK))
         self._forms[index] = before, after
         return before, after
