@@ -71,6 +71,7 @@ class Heard:
     """
 
     events: int = 0
+    from_s: float = 0.0  # the monotonic clock, which all processes share
     wall_s: float = 0.0
     cpu_s: list[float] = field(default_factory=list)
     own_cpu_s: float = 0.0
@@ -164,7 +165,7 @@ class Client:
         self._until(began + load.warm_s)
         self._measuring, at_s, used = True, time.perf_counter(), self._used()
         self._until(began + load.seconds)
-        self.heard.wall_s = time.perf_counter() - at_s
+        self.heard.from_s, self.heard.wall_s = at_s, time.perf_counter() - at_s
         *self.heard.cpu_s, self.heard.own_cpu_s = (
             now - before for now, before in zip(self._used(), used, strict=True)
         )

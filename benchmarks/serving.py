@@ -124,13 +124,18 @@ class Served:
         )
         return json.loads(done.stdout)
 
-    def step_ms(self, last_s: float, only_full: bool) -> float:
-        """Median time between the ends of two steps that followed each other."""
-        return median_step_ms(self.get(f"/trace?last={last_s:.3f}s"), only_full)
+    def step_ms(self, heard: dict[str, Any], only_full: bool) -> float:
+        """Median step of the time that the clients measured."""
+        from_s, to_s = heard["from_s"], heard["from_s"] + heard["wall_s"]
+        last_s = time.perf_counter() - from_s + 5.0
+        return median_step_ms(self.get(f"/trace?last={last_s:.3f}s"), only_full, from_s, to_s)
 
 
-def median_step_ms(trace: bytes, only_full: bool) -> float:
-    """Of a trace's steps, or of those alone that decode every row."""
+def median_step_ms(
+    trace: bytes, only_full: bool, from_s: float = 0.0, to_s: float = np.inf
+) -> float:
+    """Median time from a step's end to the next, of a trace's steps that ended in this time, or of
+    those alone that decode every row."""
     from stepahead.observe.steps import Kind
     from stepahead.trace.read import parse, recorded
 
@@ -141,7 +146,7 @@ def median_step_ms(trace: bytes, only_full: bool) -> float:
     took_ns = [
         ends_ns[step] - ends_ns[step - 1]
         for step in chosen.tolist()
-        if step in ends_ns and step - 1 in ends_ns
+        if step - 1 in ends_ns and from_s <= ends_ns.get(step, -1) / 1e9 <= to_s
     ]
     return float(np.median(took_ns)) / 1e6
 
@@ -185,8 +190,7 @@ def _crowd(server: Served, seconds: float, seed: int) -> dict[str, Any]:
         seed=seed,
     )
     at_rest = wait_for_rest(server)
-    # the time with all streams, and a little of their end
-    step_ms = server.step_ms(seconds, only_full=False)
+    step_ms = server.step_ms(heard, only_full=False)
     descriptors = [process.num_fds() for process in server.family]
     more = {"rss_mb": server.rss_mb(), "step_ms": step_ms, "descriptors": descriptors}
     return heard | more | {"balanced": at_rest}
@@ -226,8 +230,7 @@ def steps(size: Size) -> dict[str, Any]:
 
 
 def _served_step(server: Served, seconds: float) -> float:
-    began = time.monotonic()
-    server.drive(
+    heard = server.drive(
         streams=ROWS,
         output=(1000, 1000),
         prompt=(8, 8),
@@ -237,7 +240,7 @@ def _served_step(server: Served, seconds: float) -> float:
         fates=["read"],
         cut=True,
     )
-    found = server.step_ms(time.monotonic() - began, only_full=True)
+    found = server.step_ms(heard, only_full=True)
     wait_for_rest(server)
     return found
 
