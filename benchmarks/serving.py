@@ -33,6 +33,7 @@ import statistics
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -100,9 +101,16 @@ class Served:
         self.process.wait(60)
 
     def get(self, path: str) -> bytes:
-        """A page."""
-        with urllib.request.urlopen(f"http://{self.host}:{self.port}{path}", timeout=60) as found:
-            return found.read()
+        """A page; 503 is what a server says that has been in one step for more than 5 s."""
+        for _ in range(20):
+            try:
+                url = f"http://{self.host}:{self.port}{path}"
+                with urllib.request.urlopen(url, timeout=60) as found:
+                    return found.read()
+            except urllib.error.HTTPError as error:
+                if error.code != 503:
+                    raise
+        raise SystemExit(f"{path} is not answered: the machine has no time for steps")
 
     def state(self) -> dict[str, Any]:
         """What the engine says of itself."""
