@@ -24,6 +24,7 @@ from stepahead.executor.channel import Channel, Kind, open_channel
 from stepahead.serve.app import serve_app
 from stepahead.serve.back import EngineDesk
 from stepahead.serve.front import Front
+from stepahead.serve.link import UNREAD_BYTES
 from stepahead.serve.messages import Stop, ToEngine, from_engine
 from stepahead.serve.options import ServeConfig
 from stepahead.serve.server import listen
@@ -115,7 +116,7 @@ class Inside:
         parts = model_parts(engine)
         self.front = Front(parts.texts, config.max_waiting, config.request_timeout)
         self._config = config
-        self._channel, fds = open_channel()
+        self._channel, fds = open_channel(UNREAD_BYTES)
         self._back = Channel(*fds)
         desk = EngineDesk(self._back, self.assembly, config.max_waiting)
         self._engine_thread = threading.Thread(target=desk.run)
@@ -126,6 +127,7 @@ class Inside:
             uvicorn.Config(app, ws="none", lifespan="off", log_config=None, access_log=False)
         )
         self._http_thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+        self._loop: asyncio.AbstractEventLoop
         self._began = threading.Event()
 
     def _step(self) -> Outputs | None:
@@ -158,7 +160,7 @@ class Inside:
         assert self._began.wait(START_S)
 
     async def _serve(self) -> None:
-        loop = asyncio.get_running_loop()
+        loop = self._loop = asyncio.get_running_loop()
         loop.add_reader(self._channel.fileno(), self._on_readable)
         self.front.connect(self)
         self.front.on_change = lambda: self.front.ready and self._began.set()
@@ -179,6 +181,25 @@ class Inside:
     def send(self, message: ToEngine) -> None:
         """To the engine."""
         self._channel.send(Kind.MESSAGE, encode(message))
+
+    @contextlib.contextmanager
+    def deaf(self) -> Generator[None]:
+        """While it is entered, the front reads nothing of what the engine says."""
+        fd = self._channel.fileno()
+        self._loop.call_soon_threadsafe(self._loop.remove_reader, fd)
+        try:
+            yield
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.add_reader, fd, self._on_readable)
+
+    @property
+    def behind(self) -> bool:
+        """Whether the engine waits for the front to read."""
+        return self._back.behind
+
+    def tasks(self) -> int:
+        """Tasks of the front's loop."""
+        return len(asyncio.all_tasks(self._loop))
 
     def rest(self) -> None:
         """Waits until nothing runs any more; AssertionError unless all came back."""

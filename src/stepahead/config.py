@@ -147,6 +147,7 @@ ALIASES = {
     "max_num_batched_tokens": "max_step_tokens",
     "chunked_prefill_size": "max_step_tokens",
     "pipeline_parallel_size": "pipeline_stages",
+    "pp_size": "pipeline_stages",
     "block_size": "page_size",
     "context_length": "max_model_len",
     "enable_prefix_caching": "prefix_cache",

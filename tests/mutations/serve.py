@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from mutating import Mutation
 
+_STREAMS = "tests/pure/test_serve_streams.py::"
+_CROWD = "tests/cpu/test_serve_crowd.py::"
 _INSIDE = "tests/cpu/test_serve_inside.py::"
 _FRONT = "tests/pure/test_serve_front.py::"
 _FIELDS = "tests/pure/test_serve_requests.py::"
@@ -118,6 +120,38 @@ MUTATIONS = [
         "        if not self.asked.usage.include_usage:\n",
         "        if False:\n",
         _FRONT + "test_a_chat_stream_tells_the_role_first_and_the_reason_last",
+    ),
+    Mutation(
+        "a form of events takes the first place that looks like the text",
+        "answers in the place of a request's name",
+        "serve/streams.py",
+        "marked.rpartition(",
+        "marked.partition(",
+        _STREAMS + "test_an_event_made_from_a_form_is_the_event[chat-plain]",
+    ),
+    Mutation(
+        "log-probabilities are lost in a form of events",
+        "fields that were asked for and never come",
+        "serve/streams.py",
+        " or delta.logprobs is not None:\n",
+        ":\n",
+        _STREAMS + "test_an_event_that_brings_more_than_text_is_not_made_from_a_form[text]",
+    ),
+    Mutation(
+        "the beginning of a stop string is forgotten when it is held back",
+        "letters that no client ever hears",
+        "llm/answer.py",
+        "self._hold(self._held + text)",
+        "self._hold(text)",
+        "tests/pure/test_llm_answers.py::test_text_ends_at_the_stop_and_pieces_make_the_whole",
+    ),
+    Mutation(
+        "the engine runs away from its front",
+        "tokens that pile up in memory and come ever later",
+        "serve/back.py",
+        "                if not self._channel.behind:\n                    self._step()\n",
+        "                self._step()\n",
+        _CROWD + "test_an_engine_waits_for_a_front_that_does_not_read",
     ),
     Mutation(
         "the frame behind another waits for the next one",

@@ -12,6 +12,7 @@ import pytest
 import house
 from stepahead import __version__
 from stepahead.cli.main import run_command
+from stepahead.cli.options import ROOMS
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(house.PACKAGE.parent), "COLUMNS": "100"}
 HELP_CPU_S = 0.4
@@ -31,10 +32,10 @@ PROGRAM = (
 )
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+def command(*arguments: str, columns: int = 100) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", PROGRAM, *arguments],
-        env=ENVIRONMENT,
+        env=ENVIRONMENT | {"COLUMNS": str(columns)},
         capture_output=True,
         text=True,
         timeout=60,
@@ -69,6 +70,21 @@ def test_a_verbs_help_loads_no_torch(verb: str) -> None:
     assert "--max-num-seqs" in done.stdout
     assert "Engine options" in done.stdout
     assert LONG_WORDS[verb] in " ".join(done.stdout.split())
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("verb", ["serve", "run"])
+def test_a_verbs_help_is_grouped_by_room_and_fits(verb: str, columns: int) -> None:
+    lines = command(verb, "--help", columns=columns).stdout.splitlines()
+    assert max(map(len, lines)) <= columns
+    assert not any("…" in line for line in lines)
+    titles = [line for line in lines if "Engine options" in line]
+    assert [title.split(", ")[1].split(" ─")[0] for title in titles] == [*ROOMS]
+    names = {"max_rows": "scheduler", "loop": "loop", "dtype": "runner", "device": "device"}
+    for name, room in names.items():
+        place = next(i for i, line in enumerate(lines) if f"│ --{name.replace('_', '-')} " in line)
+        title = [line for line in lines[:place] if line.startswith("╭")][-1]
+        assert f"Engine options, {room}: " in title
 
 
 def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ import pytest
 from cyclopts import App
 
 from stepahead.cli.options import (
+    ROOMS,
     SAMPLING_HELP,
     EngineFlags,
     SamplingFlags,
@@ -66,6 +67,13 @@ def test_every_option_has_a_flag_and_words(field: str) -> None:
     assert len(engine_help()[field]) > 5
 
 
+def test_every_option_is_told_of_in_the_room_that_it_is_about() -> None:
+    told = [name for names in ROOMS.values() for name in names]
+    assert len(set(told)) == len(told)
+    options = {field.name for field in dataclasses.fields(EngineConfig)} - {"model"}
+    assert set(told) == options, "put it into ROOMS of cli/options.py"
+
+
 @pytest.mark.parametrize(("alias", "field"), ALIASES.items())
 def test_other_engines_spellings_are_taken(alias: str, field: str) -> None:
     value = EXAMPLES.get(field, 7)
@@ -75,6 +83,7 @@ def test_other_engines_spellings_are_taken(alias: str, field: str) -> None:
 def test_what_is_on_can_be_turned_off() -> None:
     assert parse("--no-prefix-cache")[0] == {"prefix_cache": False}
     assert parse("--no-enable-prefix-caching")[0] == {"prefix_cache": False}
+    assert parse("--disable-radix-cache")[0] == {"prefix_cache": False}
     assert parse("--no-skip-special-tokens")[1] == {"skip_special_tokens": False}
 
 

@@ -13,7 +13,12 @@ from stepahead.text.gguf_tokenizer import PRE_TOKENIZERS
 
 ROOT = Path(__file__).parents[2]
 USAGE = (ROOT / "docs" / "usage.md").read_text("utf-8")
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))]
+DOCUMENTS = [
+    "README.md",
+    "README.zh-CN.md",
+    "CONTRIBUTING.md",
+    *(f"docs/{p.name}" for p in ROOT.glob("docs/*.md")),
+]
 
 
 def test_usage_lists_every_option_and_its_other_spellings() -> None:

@@ -18,6 +18,7 @@ from stepahead.explain import sglang, vllm
 from stepahead.explain.build import explain_command
 from stepahead.explain.flags import SGLANG, VLLM, Flag
 from stepahead.explain.report import CommandReport
+from stepahead.serve.options import ServeConfig
 from stepahead.sync import SyncReason
 
 # command line -> the rule that speaks, what it does, what is left of overlap, the depth
@@ -345,17 +346,20 @@ TRANSLATED = [
 ]
 
 
+SERVER = {"--" + field.name.replace("_", "-") for field in dataclasses.fields(ServeConfig)}
 KINDS = {field.name: str(field.type) for field in dataclasses.fields(EngineConfig)}
 
 
 def engine_words(command: str) -> list[str]:
     """What a stepahead command line says to the engine."""
     words = shlex.split(command)
-    assert words[:2] == ["stepahead", "run"]
-    assert words[3:7] == ["--input", "prompts.jsonl", "--output", "answers.jsonl"]
-    rest = words[7:]
-    at = rest.index("--chat-template") if "--chat-template" in rest else len(rest)
-    return rest[:at] + rest[at + 2 :]
+    assert words[:2] == ["stepahead", "serve"]
+    rest = words[3:]
+    for flag in ("--chat-template", *SERVER):
+        if flag in rest:
+            at = rest.index(flag)
+            del rest[at : at + 2]
+    return rest
 
 
 def options_of(command: str) -> dict[str, Any]:
@@ -392,10 +396,24 @@ def test_a_wish_is_translated(line: str, options: dict[str, Any]) -> None:
     assert options.items() <= read.items()
 
 
+def test_what_a_server_was_told_is_translated_too() -> None:
+    line = "vllm serve m --host 0.0.0.0 --port 9 --api-key k l --served-model-name n --max-num-seqs"
+    report = explained(f"{line} 4 --shutdown-timeout 3")
+    want = "--max-rows 4 --host 0.0.0.0 --port 9 --api-key k --served-name n --shutdown-timeout 3.0"
+    assert report.command.endswith(want)
+    notes = {entry.name: entry.words for entry in report.translated}
+    assert notes["--api-key k l"] == "the first of them"
+    sglang = explained("sglang serve m --max-queued-requests 7 --port 70000")
+    assert sglang.command.endswith("--max-waiting 7")
+    assert "port=70000" in sglang.no_counterpart[0].words
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [
         ("vllm serve m -tp 8", "one rank"),
+        ("vllm serve m --shutdown-timeout soon", "no number of seconds"),
+        ("vllm serve m --allowed-origins '[\"*\"]'", "as a word of its own"),
         ("vllm serve m --dtype auto", "float32, bfloat16"),
         ("vllm serve m --dtype half", "float32, bfloat16"),
         ("vllm serve m --max-num-seqs 4096", "at most 1024 rows"),
@@ -522,4 +540,4 @@ def test_a_command_without_a_model_is_still_read() -> None:
     report = explained("vllm serve --no-such-flag m")
     assert report.model is None
     assert report.not_looked_at == ["--no-such-flag m"]
-    assert "stepahead run MODEL " in report.command
+    assert "stepahead serve MODEL " in report.command

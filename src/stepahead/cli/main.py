@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cyclopts import App, CycloptsError, UnknownCommandError
+from cyclopts import App, CycloptsError, UnknownCommandError, UnknownOptionError
 
 from stepahead import __version__
 from stepahead.errors import ConfigError, NotEnoughMemory, RequestError, StepaheadError
@@ -120,6 +120,8 @@ def run_command(arguments: Sequence[str]) -> int:
         verbs = ", ".join(map(_name, _VERBS))
         words = " ".join(error.unused_tokens or ())
         return _fail(f"unknown command {words!r}; choose one of {verbs}", 2)
+    except UnknownOptionError as error:
+        return _fail(_of_others(error) or str(error), 2)
     except CycloptsError as error:
         return _fail(str(error), 2)
     except StepaheadError as error:
@@ -135,6 +137,13 @@ def run_command(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return exit_code(signal.SIGINT)
     return code if isinstance(code, int) else 0
+
+
+def _of_others(error: UnknownOptionError) -> str | None:
+    """What another engine's flag is here."""
+    from stepahead.explain.flags import counterpart
+
+    return counterpart(error.token.keyword or error.token.value)
 
 
 def _is_misuse(error: StepaheadError) -> bool:

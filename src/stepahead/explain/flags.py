@@ -1,6 +1,8 @@
 """Other engines' flags: how each is spelt, whether a value follows, what it is here.
 
-Two tables, `VLLM` and `SGLANG`.  A flag that is in neither is "not looked at".
+Two tables, `VLLM` and `SGLANG`.  A flag that is in neither is "not looked at".  Those that our
+commands take under the same name, or as an alias, are marked in docs/serving.md; for the others
+`counterpart` has the words.
 """
 
 from __future__ import annotations
@@ -10,7 +12,9 @@ from typing import Literal
 
 Takes = Literal["value", "number", "json", "many", "nothing"]
 
-_SERVER = "the server is not in this engine yet"
+_TOOLS = "answers are not parsed for tools and reasoning yet"
+_PROXY = "a proxy in front does that"
+_LOGGED = "requests are not logged; request_spans exports them"
 _ONE_DEVICE = "one rank so far"
 _NOT_NEEDED = "nothing here depends on it"
 _KERNELS = "the attention that fits the device is taken"
@@ -19,7 +23,7 @@ _KERNELS = "the attention that fits the device is taken"
 @dataclass(frozen=True)
 class Flag:
     """`names` are its spellings, the first the one it is known by; `to` is our option, if there is
-    one that means the same, else `why` says why there is none."""
+    one, and `why` how that differs; else `why` says why there is none."""
 
     names: tuple[str, ...]
     takes: Takes = "value"
@@ -31,20 +35,20 @@ def _no(why: str, *names: str, takes: Takes = "value") -> Flag:
     return Flag(names, takes, None, why)
 
 
-def _as(to: str, *names: str, takes: Takes = "number") -> Flag:
-    return Flag(names, takes, to)
+def _as(to: str, *names: str, takes: Takes = "number", why: str = "") -> Flag:
+    return Flag(names, takes, to, why)
 
 
 VLLM: tuple[Flag, ...] = (
     _as("model", "--model", takes="value"),
-    _as("loop", "--async-scheduling", takes="nothing"),
-    _as("loop", "--no-async-scheduling", takes="nothing"),
+    _as("loop", "--async-scheduling", takes="nothing", why="overlap, or batch-queue"),
+    _as("loop", "--no-async-scheduling", takes="nothing", why="serial"),
     _as("max_rows", "--max-num-seqs"),
     _as("max_step_tokens", "--max-num-batched-tokens"),
     _as("page_size", "--block-size"),
     _as("max_model_len", "--max-model-len"),
     _as("num_pages", "--num-gpu-blocks-override"),
-    _as("kv_memory_gb", "--kv-cache-memory-bytes"),
+    _as("kv_memory_gb", "--kv-cache-memory-bytes", why="in GiB"),
     _as("prefix_cache", "--enable-prefix-caching", takes="nothing"),
     _as("prefix_cache", "--no-enable-prefix-caching", takes="nothing"),
     _as("seed", "--seed"),
@@ -80,32 +84,45 @@ VLLM: tuple[Flag, ...] = (
     _no("on CUDA steps are captured as graphs", "--enforce-eager", takes="nothing"),
     _no("on CUDA steps are captured as graphs", "--compilation-config", "-cc", takes="json"),
     _no(_KERNELS, "--attention-backend"),
-    _no("the device is named with device", "--device"),
+    _as("device", "--device", takes="value"),
     _no(_NOT_NEEDED, "--trust-remote-code", takes="nothing"),
     _no("a model is a folder or a file", "--revision"),
     _no("a model is a folder or a file", "--download-dir"),
     _no("the files say their format", "--load-format"),
     _no("the tokenizer is the model's", "--tokenizer"),
     _no("a file of options is not read here", "--config"),
-    _no(_SERVER, "--host"),
-    _no(_SERVER, "--port", takes="number"),
-    _no(_SERVER, "--api-key", takes="many"),
-    _no(_SERVER, "--served-model-name", takes="many"),
-    _no(_SERVER, "--api-server-count", "-asc", takes="number"),
-    _no(_SERVER, "--shutdown-timeout"),
-    _no(_SERVER, "--tool-call-parser"),
-    _no(_SERVER, "--reasoning-parser"),
-    _no(_SERVER, "--enable-auto-tool-choice", takes="nothing"),
+    _as("host", "--host", takes="value"),
+    _as("port", "--port"),
+    _as("api_key", "--api-key", takes="many"),
+    _as("served_name", "--served-model-name", takes="many"),
+    _as("allow_origins", "--allowed-origins", takes="value"),
+    _as("shutdown_timeout", "--shutdown-timeout", takes="value"),
+    _no("one process speaks HTTP", "--api-server-count", "-asc", takes="number"),
+    _no(_TOOLS, "--tool-call-parser"),
+    _no(_TOOLS, "--reasoning-parser"),
+    _no(_TOOLS, "--enable-auto-tool-choice", takes="nothing"),
+    _no(_PROXY, "--ssl-keyfile"),
+    _no(_PROXY, "--ssl-certfile"),
+    _no(_PROXY, "--root-path"),
+    _no(_LOGGED, "--enable-log-requests", takes="nothing"),
+    _no(_LOGGED, "--no-enable-log-requests", takes="nothing"),
+    _no(_LOGGED, "--disable-log-requests", takes="nothing"),
+    _no(_LOGGED, "--uvicorn-log-level"),
+    _no("metrics are always shown", "--disable-log-stats", takes="nothing"),
+    _no("no adapters", "--enable-lora", takes="nothing"),
+    _no("texts only", "--limit-mm-per-prompt", takes="json"),
+    _no("the pool is on the device alone", "--cpu-offload-gb"),
+    _no("the pool is on the device alone", "--swap-space"),
 )
 
 SGLANG: tuple[Flag, ...] = (
     _as("model", "--model-path", "--model", takes="value"),
-    _as("loop", "--disable-overlap-schedule", takes="nothing"),
+    _as("loop", "--disable-overlap-schedule", takes="nothing", why="serial"),
     _as("max_rows", "--max-running-requests"),
     _as("max_step_tokens", "--chunked-prefill-size"),
     _as("page_size", "--page-size"),
     _as("max_model_len", "--context-length"),
-    _as("num_pages", "--max-total-tokens"),
+    _as("num_pages", "--max-total-tokens", why="in pages"),
     _as("prefix_cache", "--disable-radix-cache", takes="nothing"),
     _as("seed", "--random-seed"),
     _as("dtype", "--dtype", takes="value"),
@@ -153,11 +170,37 @@ SGLANG: tuple[Flag, ...] = (
     _no("the files say their format", "--load-format"),
     _no("the tokenizer is the model's", "--tokenizer-path"),
     _no("a file of options is not read here", "--config"),
-    _no(_SERVER, "--host"),
-    _no(_SERVER, "--port", takes="number"),
-    _no(_SERVER, "--api-key"),
-    _no(_SERVER, "--served-model-name"),
-    _no(_SERVER, "--enable-metrics", takes="nothing"),
-    _no(_SERVER, "--tool-call-parser"),
-    _no(_SERVER, "--reasoning-parser"),
+    _as("host", "--host", takes="value"),
+    _as("port", "--port"),
+    _as("api_key", "--api-key", takes="value"),
+    _as("served_name", "--served-model-name", takes="value"),
+    _as("max_waiting", "--max-queued-requests"),
+    _no("metrics are always shown", "--enable-metrics", takes="nothing"),
+    _no(_TOOLS, "--tool-call-parser"),
+    _no(_TOOLS, "--reasoning-parser"),
+    _no(_PROXY, "--ssl-keyfile"),
+    _no(_PROXY, "--ssl-certfile"),
+    _no(_LOGGED, "--log-requests", takes="nothing"),
+    _no(_LOGGED, "--log-level"),
+    _no("every token is told at once", "--stream-interval", takes="number"),
+    _no("the pool is on the device alone", "--cpu-offload-gb", takes="number"),
+    _no("no adapters", "--enable-lora", takes="nothing"),
+    _no("no adapters", "--lora-paths", takes="many"),
 )
+
+ENGINES = {"vLLM": VLLM, "SGLang": SGLANG}
+
+
+def counterpart(word: str) -> str | None:
+    """What to give here in place of another engine's flag, or why there is nothing; None for a word
+    that is no flag of theirs."""
+    spelt = "--" + word[2:].replace("_", "-") if word.startswith("--") else word
+    found = {name: flag for name, table in ENGINES.items() for flag in table if spelt in flag.names}
+    if not found:
+        return None
+    flag, owners = next(iter(found.values())), " and ".join(f"{name}'s" for name in found)
+    if flag.to is None:
+        return f"{word} is {owners}, and there is no such option here: {flag.why}; leave it out"
+    ours = "MODEL" if flag.to == "model" else "--" + flag.to.replace("_", "-")
+    differs = f" ({flag.why})" if flag.why else ""
+    return f"{word} is {owners}; the option here is {ours}{differs}"

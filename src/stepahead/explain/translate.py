@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from stepahead.config import CHOICES, EngineConfig, config_from
@@ -11,29 +11,32 @@ from stepahead.errors import ConfigError
 from stepahead.explain.flags import Flag
 from stepahead.explain.report import Entry, Overlap
 from stepahead.explain.words import Words
+from stepahead.serve.options import ServeConfig, serve_config
 
 _STAGES = "--pipeline-parallel-size"
 _SERIAL_PREFILL = "SGLANG_DISABLE_CONSECUTIVE_PREFILL_OVERLAP"
+_SERVER = {option.name for option in fields(ServeConfig)}
 _DTYPES = {"float": "float32", "half": "float16"}
 
 
 @dataclass
 class Translation:
-    """`options` of EngineConfig; entries for the flags that became one and for those that did not.
+    """`options` of EngineConfig, `server` of ServeConfig; entries for the flags that became one and
+    for those that did not.
 
     Every flag that a table knows is in one of the two lists, as it was written.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
+    server: dict[str, Any] = field(default_factory=dict)
     others: dict[str, str] = field(default_factory=dict)
     translated: list[Entry] = field(default_factory=list)
     missing: list[Entry] = field(default_factory=list)
 
     def command(self, model: str | None) -> str:
-        """A command line that asks a file of prompts: there is no server here yet."""
-        words = ["stepahead", "run", model or "MODEL"]
-        words += ["--input", "prompts.jsonl", "--output", "answers.jsonl"]
-        for name, value in self.options.items():
+        """A command line that serves the same."""
+        words = ["stepahead", "serve", model or "MODEL"]
+        for name, value in (self.options | self.server).items():
             words += _flag(name, value)
         for name, value in self.others.items():
             words += [f"--{name}", value]
@@ -84,21 +87,27 @@ def _one(words: Words, text: str, flag: Flag, result: Translation) -> None:
 def _option(words: Words, text: str, flag: Flag, result: Translation) -> None:
     assert flag.to is not None
     value, note = _value(words, flag.names[0], flag.to)
+    served = flag.to in _SERVER
     if value is not None:
         try:
-            config_from(words.model or "MODEL", {flag.to: value})
+            if served:
+                serve_config({flag.to: value})
+            else:
+                config_from(words.model or "MODEL", {flag.to: value})
         except ConfigError as error:
             value, note = None, f"refused here: {error}"
     if value is None:
         result.missing.append(Entry(text, None, note))
         return
-    result.options[flag.to] = value
+    (result.server if served else result.options)[flag.to] = value
     result.translated.append(Entry(text, " ".join(_flag(flag.to, value)), note))
 
 
 def _value(words: Words, name: str, option: str) -> tuple[Any, str]:
     """The option's value and a note; None where the flag's value has no counterpart."""
     given = words.values[name]
+    if option in _SERVER:
+        return _of_server(option, given)
     if option == "prefix_cache":
         return name == "--enable-prefix-caching", ""
     if option == "pipeline_stages":
@@ -115,6 +124,17 @@ def _value(words: Words, name: str, option: str) -> tuple[Any, str]:
     if option in ("dtype", "device"):
         return _named(option, _DTYPES.get(str(given), str(given)))
     return given, ""
+
+
+def _of_server(option: str, given: Any) -> tuple[Any, str]:
+    if isinstance(given, list):
+        return given[0], "the first of them" if len(given) > 1 else ""
+    if option == "allow_origins":
+        return None, "give each origin as a word of its own, with allow_origins"
+    try:
+        return (float(given) if option == "shutdown_timeout" else given), ""
+    except ValueError:
+        return None, f"{given!r} is no number of seconds"
 
 
 def _named(option: str, value: str) -> tuple[Any, str]:

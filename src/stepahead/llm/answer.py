@@ -63,41 +63,40 @@ class Answer:
         self.told_tokens = 0
         self._texts = texts
         self._prompt_ids = prompt_ids
-        self._told = ""
+        self._stops = () if params.include_stop_str_in_output else params.stops
+        self.streaming = streaming
         self._stream: TextStream | None = None
-        self._seen = ""  # all text that came out of the stream
+        self._pieces: list[str] = []  # all text that came out of the stream
+        self._told = 0  # characters
+        self._held = ""  # the end of it that is not told: a stop string may begin there
         if streaming:
             self._stream = texts.stream(params.skip_special_tokens, prompt_ids)
-
-    @property
-    def streaming(self) -> bool:
-        """Whether its text is told piece by piece."""
-        return self._stream is not None
 
     def push(self, token: int) -> str:
         """Takes a token that is not the last; the text that can be told now."""
         assert self._stream is not None, "only a streaming answer is told piece by piece"
         self.told_tokens += 1
-        self._seen += self._stream.push((token,))
-        return self._tell(len(self._seen) - self._held())
+        text = self._stream.push((token,))
+        self._pieces.append(text)
+        if self._stops:
+            text = self._hold(self._held + text)
+        self._told += len(text)
+        return text
 
-    def _held(self) -> int:
-        """Characters at the end that may be the beginning of a stop string."""
-        if self.params.include_stop_str_in_output:
-            return 0
-        text = self._seen
+    def _hold(self, text: str) -> str:
+        """The part of `text` that can be told.
+
+        What was told before needs no look: no stop string could begin in it, or it would be held.
+        """
         sizes = (
             size
-            for stop in self.params.stops
+            for stop in self._stops
             for size in range(min(len(stop) - 1, len(text)), 0, -1)
             if text.endswith(stop[:size])
         )
-        return max(sizes, default=0)
-
-    def _tell(self, end: int) -> str:
-        piece = self._seen[len(self._told) : end]
-        self._told += piece
-        return piece
+        end = len(text) - max(sizes, default=0)
+        self._held = text[end:]
+        return text[:end]
 
     def end(self, finish: Finish) -> tuple[CompletionOutput, str]:
         """The whole answer, and the text of it that was not told yet."""
@@ -117,7 +116,7 @@ class Answer:
             hidden_states=None if self.hidden is None else _stacked(self.hidden, len(ids)),
             pooled=None if self.pool is None else self.pool.mean(),
         )
-        return output, text[len(self._told) :]
+        return output, text[self._told :]
 
     def _text(self, ids: list[int], finish: Finish) -> str:
         shown = ids
@@ -126,8 +125,8 @@ class Answer:
         if self._stream is None:
             skip = self.params.skip_special_tokens
             return decode_after(self._texts, self._prompt_ids, shown, skip)
-        self._seen += self._stream.push(shown[self.told_tokens :]) + self._stream.finish()
-        return self._seen
+        self._pieces += (self._stream.push(shown[self.told_tokens :]), self._stream.finish())
+        return "".join(self._pieces)
 
     def _cut(self, text: str, finish: Finish) -> str:
         stop = finish.stop_reason

@@ -2,6 +2,8 @@
 
 One thread does it all: between two steps it takes what has come, and at rest it sleeps until
 something does.  Nothing here looks at a token: a step's columns go out as the engine made them.
+It waits for no client, but for a front that has left many steps unread: else tokens would come ever
+later, and pile up in memory.
 Knows no HTTP and no texts.
 """
 
@@ -40,6 +42,7 @@ from stepahead.serve.pages import Pages, build_shown
 from stepahead.wire import encode
 
 _AT_REST_S = 3600.0  # how long a wait for messages is, at most: there is nothing else to do
+_BEHIND_S = 1e-3  # how long the front gets to read, before it is looked at again
 
 
 def main(read_fd: int, write_fd: int) -> None:
@@ -99,7 +102,8 @@ class EngineDesk:
         try:
             while not self._stopping and self._engine.failure is None:
                 self._take_all()
-                self._step()
+                if not self._channel.behind:
+                    self._step()
         finally:
             self._engine.close()
         while self._engine.has_work:  # what a close has ended is told
@@ -116,9 +120,14 @@ class EngineDesk:
                 self._send(Step(outputs))
 
     def _take_all(self) -> None:
-        channel, engine = self._channel, self._engine
-        while not self._stopping and channel.wait(0.0 if engine.has_work else _AT_REST_S):
+        channel = self._channel
+        while not self._stopping and channel.wait(self._rest_s()):
             self._take(to_engine.decode(channel.receive()[1]))
+
+    def _rest_s(self) -> float:
+        if not self._engine.has_work:
+            return _AT_REST_S
+        return _BEHIND_S if self._channel.behind else 0.0
 
     def _take(self, message: ToEngine) -> None:
         if isinstance(message, Submit):

@@ -46,6 +46,7 @@ class Call:
         self.cancelled = False
         self.told_s = 0.0  # when the client last heard something
         self.deadline: asyncio.TimerHandle | None = None
+        self._running = len(prompts)  # parts that have not ended; asked for with every token
         self._items: list[tuple[int, Delta]] = []
         self._ping = False
         self._waiter: asyncio.Future[None] | None = None
@@ -58,12 +59,12 @@ class Call:
     @property
     def ended(self) -> bool:
         """Whether nothing of it is in the engine any more."""
-        return all(part.ended for part in self.parts)
+        return not self._running
 
     @property
     def over(self) -> bool:
         """Whether nothing more is to be told."""
-        return self.error is not None or self.ended
+        return self.error is not None or not self._running
 
     @property
     def unread(self) -> bool:
@@ -114,6 +115,12 @@ class Call:
         """Something has changed for who waits."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+    def end(self, part: Part) -> None:
+        """Nothing of this prompt is in the engine any more."""
+        part.ended = True
+        self._running -= 1
+        self.wake()
 
     def put(self, place: int, delta: Delta) -> None:
         """A delta has come."""

@@ -252,8 +252,7 @@ class Front:
         self.cancel(part.call)  # its other prompts
 
     def _end(self, part: Part) -> None:
-        part.ended = True
-        part.call.wake()
+        part.call.end(part)
         if part.call.ended:
             if part.call.deadline is not None:
                 part.call.deadline.cancel()

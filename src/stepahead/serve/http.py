@@ -156,7 +156,7 @@ class StreamAnswer(Response):
         await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
         if head := story.begin():
             await put(head)
-        while not call.over or call.unread:
+        while call.unread or not call.over:
             items = await call.news()
             if items or not call.over:
                 data = story.tell(items) if items else PING

@@ -24,6 +24,8 @@ _LOG = logging.getLogger("stepahead")
 _BACK = "stepahead.serve.back"
 # an engine that is asked to stop ends its runner first
 _GRACE_S = CLOSE_S + 1.0
+# of steps that the front may have unread before the engine waits for it: some 10,000 tokens
+UNREAD_BYTES = 1 << 17
 
 
 class EngineLink:
@@ -42,7 +44,7 @@ class EngineLink:
         self._lost = lost
         self._listening: asyncio.AbstractEventLoop | None = None
         self._stopping = False
-        self._channel, fds = open_channel()
+        self._channel, fds = open_channel(UNREAD_BYTES)
         try:
             self._child = Child(fds, WeakMethod(self._channel.hang_up), module=_BACK)
             self._channel.send(Kind.START, pickle.dumps(start))

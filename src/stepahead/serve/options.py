@@ -54,6 +54,10 @@ class ServeConfig:
             value = getattr(self, name)
             if value is not None and not (lowest <= value < math.inf):
                 raise ConfigError(f"{name}={value}; give a number of at least {lowest:g}")
+        for origin in self.allow_origins or ():
+            if "[" in origin.partition("://")[0]:  # in JSON, as vLLM takes them
+                words = "give each origin as a word of its own"
+                raise ConfigError(f"allow_origins={origin!r}; {words}")
         for name in ("api_key", "served_name", "host"):
             if getattr(self, name) == "":
                 raise ConfigError(f"{name} is empty; give it some text or leave it out")

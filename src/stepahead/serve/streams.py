@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -27,6 +27,7 @@ Rows = Sequence[Alternatives | None]
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
 _encode = msgspec.json.Encoder().encode
+_MARK = "the text"
 
 
 class ChatDelta(msgspec.Struct, frozen=True):
@@ -71,6 +72,10 @@ class Chunk(msgspec.Struct, frozen=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
+def _plain_chat(index: int, text: str) -> ChatPiece:
+    return ChatPiece(index, ChatDelta(content=text))
+
+
 def event(data: bytes) -> bytes:
     """One server-sent event."""
     return b"data: " + data + b"\n\n"
@@ -101,7 +106,14 @@ class _Telling:
     """What both APIs share: the head of each event, and the usage."""
 
     def __init__(
-        self, asked: Asked, call: Call, texts: Texts, object: str, created: int, model: str
+        self,
+        asked: Asked,
+        call: Call,
+        texts: Texts,
+        object: str,
+        created: int,
+        model: str,
+        plain_piece: Callable[[int, str], ChatPiece | TextPiece],
     ) -> None:
         self.asked = asked
         self.call = call
@@ -109,6 +121,10 @@ class _Telling:
         self.wording = Wording(texts, asked.told_as_ids, asked.show_logprobs or 0)
         self._head = (call.label, object, created, model)
         self._made = 0
+        self._plain_piece = plain_piece  # of a choice that brings only text
+        self._forms: dict[int, tuple[bytes, bytes]] = {}
+        # whether events differ in nothing but the text, but for those that bring more
+        self._plain = not (asked.token_ids or asked.no_output or asked.usage.continuous_usage_stats)
         self._prompt_tokens = sum(len(part.prompt.ids) for part in call.parts)
 
     def chunk(
@@ -124,6 +140,24 @@ class _Telling:
         """An event of one choice that brings so many tokens."""
         self._made += tokens
         return self.chunk([choice], self._usage_so_far(), prompt)
+
+    def plain(self, index: int, delta: Delta) -> bytes | None:
+        """The event of a delta that brings only text; None if it brings more.
+
+        Nearly all are such: what is around the text is encoded once.
+        """
+        if not self._plain or delta.finish_reason is not None or delta.logprobs is not None:
+            return None
+        self._made += len(delta.token_ids)
+        before, after = self._forms.get(index) or self._form(index)
+        return before + _encode(delta.text) + after
+
+    def _form(self, index: int) -> tuple[bytes, bytes]:
+        marked = self.piece(self._plain_piece(index, _MARK), 0)
+        # from the end: a name before it may hold the mark, what follows has no words of the user's
+        before, _, after = marked.rpartition(_encode(_MARK))
+        self._forms[index] = before, after
+        return before, after
 
     def _usage_so_far(self) -> Usage | UnsetType | None:
         options = self.asked.usage
@@ -147,7 +181,8 @@ class ChatStory(_Telling):
     """A conversation's answer; a chunk for each token."""
 
     def __init__(self, asked: Asked, call: Call, texts: Texts, created: int, model: str) -> None:
-        super().__init__(asked, call, texts, "chat.completion.chunk", created, model)
+        kind = "chat.completion.chunk"
+        super().__init__(asked, call, texts, kind, created, model, _plain_chat)
 
     def begin(self) -> bytes:
         """The role, of each choice."""
@@ -162,11 +197,13 @@ class ChatStory(_Telling):
         return b"".join([self._tell(place, delta) for place, delta in items])
 
     def _tell(self, place: int, delta: Delta) -> bytes:
-        told = None
+        index, told = self.index(place, delta), None
+        if plain := self.plain(index, delta):
+            return plain
         if delta.logprobs is not None:
             told = self.wording.chat(delta.token_ids, delta.logprobs)
         piece = ChatPiece(
-            self.index(place, delta),
+            index,
             ChatDelta(content=delta.text),
             told,
             delta.finish_reason,
@@ -180,7 +217,7 @@ class TextStory(_Telling):
     """Completions; a chunk for each token."""
 
     def __init__(self, asked: Asked, call: Call, texts: Texts, created: int, model: str) -> None:
-        super().__init__(asked, call, texts, "text_completion", created, model)
+        super().__init__(asked, call, texts, "text_completion", created, model, TextPiece)
         self._offsets: dict[int, int] = {}
         # What is held back, by prompt, until the log-probabilities of an echoed one are there: the
         # first choice brings them.
@@ -225,6 +262,8 @@ class TextStory(_Telling):
 
     def _tell(self, place: int, delta: Delta) -> bytes:
         index, silent = self.index(place, delta), self.asked.no_output
+        if plain := self.plain(index, delta):
+            return plain
         piece = TextPiece(
             index,
             "" if silent else delta.text,

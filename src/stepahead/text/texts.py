@@ -89,6 +89,9 @@ class ToyTexts:
     def __init__(self, vocab_size: int) -> None:
         self.token_bytes = toy_token_bytes(vocab_size)
         self.special_ids: frozenset[int] = frozenset({0, TOY_EOS})
+        self._shown = self.token_bytes.copy()  # without the special ones
+        for token in self.special_ids:
+            self._shown[token] = b""
         self.eos_ids: tuple[int, ...] = (TOY_EOS,)
         self.bos_id: int | None = None
 
@@ -123,8 +126,8 @@ class ToyTexts:
 
     def bytes_of(self, ids: Sequence[int], skip_special_tokens: bool) -> bytes:
         """The bytes of `ids` in a row."""
-        hidden = self.special_ids if skip_special_tokens else frozenset[int]()
-        return b"".join(self.token_bytes[token] for token in ids if token not in hidden)
+        table = self._shown if skip_special_tokens else self.token_bytes
+        return b"".join([table[token] for token in ids])
 
 
 class _ByteStream:
