@@ -64,12 +64,11 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """down(silu(gate x) * up x), gate and up from one stacked matrix."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, hidden_size: int, size: int, bias: bool = False) -> None:
         super().__init__()
-        size = spec.intermediate_size
         self.size = size
-        self.gate_up = Linear(spec.hidden_size, (size, size), spec.mlp_bias)
-        self.down = Linear(size, (spec.hidden_size,), spec.mlp_bias)
+        self.gate_up = Linear(hidden_size, (size, size), bias)
+        self.down = Linear(size, (hidden_size,), bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden] to the same."""
@@ -85,7 +84,7 @@ class Layer(nn.Module):
         self.attention_norm = RMSNorm(spec.hidden_size, spec.rms_eps)
         self.attention = Attention(spec, layer)
         self.mlp_norm = RMSNorm(spec.hidden_size, spec.rms_eps)
-        self.mlp = MLP(spec)
+        self.mlp = MLP(spec.hidden_size, spec.intermediate_size, spec.mlp_bias)
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, cells: Tensor, step: StepAttention, kv: KVPool

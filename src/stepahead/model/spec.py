@@ -14,16 +14,21 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar
 import msgspec
 
 from stepahead.errors import UnsupportedModel, WeightError
+from stepahead.model.sparse import SparseSpec, pool_bytes_per_token
+from stepahead.model.sparse_config import SparseConfig, sparse_of
 
 Format = Literal["safetensors", "gguf", "random"]
 RopeScaling = Literal["none", "linear", "llama3", "table"]
 
 # Hugging Face's name of an architecture, and the class that computes it.
+_SPARSE = "stepahead.model.glm_moe_dsa:GlmMoeDsa"
 ARCHITECTURES = {
     "LlamaForCausalLM": "stepahead.model.llama:Llama",
     "MistralForCausalLM": "stepahead.model.llama:Llama",
     "Qwen2ForCausalLM": "stepahead.model.llama:Llama",
     "Qwen3ForCausalLM": "stepahead.model.llama:Llama",
+    "GlmMoeDsaForCausalLM": _SPARSE,
+    "DeepseekV32ForCausalLM": _SPARSE,
 }
 # `general.architecture` of a GGUF file; Mistral files say "llama".
 GGUF_ARCHITECTURES = {
@@ -58,6 +63,8 @@ class ModelSpec:
     """Everything that a model's arrays and arithmetic follow from. Raises UnsupportedModel.
 
     `max_len` counts token positions. `notes` says what was changed from the file, and why.
+    `sparse` is there for models with a compressed cache, sparse attention and experts; their cache
+    has one head, and `head_dim` counts the dimensions that rotary positions turn.
     """
 
     architecture: str
@@ -82,6 +89,7 @@ class ModelSpec:
     format: Format = "random"
     sliding_window: int | None = None
     notes: tuple[str, ...] = ()
+    sparse: SparseSpec | None = None
 
     def __post_init__(self) -> None:
         if self.architecture not in ARCHITECTURES:
@@ -104,7 +112,9 @@ class ModelSpec:
 
 
 def kv_bytes_per_token(spec: ModelSpec, dtype_bytes: int) -> int:
-    """Bytes of keys and values that one token position takes, over all layers."""
+    """Bytes that one token position takes in the KV pool, over all layers, without drafts."""
+    if spec.sparse is not None:
+        return pool_bytes_per_token(spec.sparse, dtype_bytes)
     return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype_bytes
 
 
@@ -191,6 +201,7 @@ def _read_folder(folder: Path) -> ModelSpec:
             f"model with one of {', '.join(ARCHITECTURES)}"
         )
     config = _decode(file, _Config)
+    sparse, config, sparse_notes = _folder_sparse(file, kinds[0], config)
     _refuse_variants(file, config)
     window, notes = _folder_window(kinds[0], config)
     return _clamp_to_window(
@@ -214,9 +225,21 @@ def _read_folder(folder: Path) -> ModelSpec:
             path=str(folder),
             format="safetensors",
             sliding_window=window,
-            notes=notes,
+            notes=(*notes, *sparse_notes),
+            sparse=sparse,
         )
     )
+
+
+def _folder_sparse(
+    file: Path, architecture: str, config: _Config
+) -> tuple[SparseSpec | None, _Config, tuple[str, ...]]:
+    """The spec's `sparse`, the config as the rest is to read it, and notes."""
+    if ARCHITECTURES[architecture] != _SPARSE:
+        return None, config, ()
+    sparse, notes = sparse_of(file, architecture, _decode(file, SparseConfig))
+    shared = {"num_key_value_heads": 1, "head_dim": sparse.rope_dim, "quantization_config": None}
+    return sparse, msgspec.structs.replace(config, **shared), notes
 
 
 def _decode(file: Path, kind: type[_Struct]) -> _Struct:
