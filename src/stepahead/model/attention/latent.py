@@ -110,7 +110,8 @@ class LatentAttention:
 
         q [T, index heads, dim] and weights float32[T, index heads], scales in them.
         """
-        shape, chosen = self.shape, []
+        shape = self.shape
+        chosen: list[Selection] = []
         for span in self.scored:
             here = span.place
             positions = select(span, q[here], weights[here], key_pages, shape.topk)
