@@ -93,24 +93,24 @@ def latent_groups(
     )
 
 
-def groups_of(spec: SparseSpec, rows: CellKind, drafts: bool = False) -> tuple[KVGroup, KVGroup]:
-    """The groups of a model's pool, with those of the MTP layer if it drafts."""
+def groups_of(spec: SparseSpec, dtype_bytes: int, drafts: bool = False) -> tuple[KVGroup, KVGroup]:
+    """The groups of the pool of a model that runs in float32 (4) or bfloat16 (2), with those of the
+    MTP layer if it drafts."""
+    kind: CellKind = "float32" if dtype_bytes == 4 else "bfloat16"
     more = spec.mtp_layers if drafts else 0
     dims = (spec.kv_lora_rank, spec.rope_dim, spec.index_dim)
-    return latent_groups(len(spec.indexers) + more, sum(spec.indexers) + more, dims, rows)
+    return latent_groups(len(spec.indexers) + more, sum(spec.indexers) + more, dims, kind)
 
 
-def pool_bytes_per_token(spec: SparseSpec, dtype_bytes: int, drafts: bool = False) -> int:
-    """Bytes of a position in the pool of a model that runs in float32 (4) or bfloat16 (2)."""
-    kind: CellKind = "float32" if dtype_bytes == 4 else "bfloat16"
-    return sum(group.bytes_per_token for group in groups_of(spec, kind, drafts))
+def bytes_per_token(groups: tuple[KVGroup, ...]) -> int:
+    """Of a position, in all of them."""
+    return sum(group.bytes_per_token for group in groups)
 
 
-def told(groups: tuple[KVGroup, ...], tokens: int) -> str:
-    """The groups in words, with the bytes that `tokens` take in them."""
-    parts = " + ".join(f"{g.name} {g.layers} x {g.cell_bytes:,}" for g in groups)
-    each = sum(group.bytes_per_token for group in groups)
-    return f"{parts} = {each:,} bytes a token; {tokens:,} tokens in {each * tokens / 2**30:.2f} GiB"
+def told(groups: tuple[KVGroup, ...]) -> str:
+    """The groups in words, with the bytes that a token takes in them."""
+    parts = " + ".join(f"{group.layers} {group.name} of {group.cell_bytes:,}" for group in groups)
+    return f"{parts} = {bytes_per_token(groups):,} bytes a token"
 
 
 def sparse_weight_values(

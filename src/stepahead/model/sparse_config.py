@@ -57,6 +57,7 @@ class SparseConfig(msgspec.Struct):
     topk_method: str = "noaux_tc"
     rope_interleave: bool = True
     indexer_rope_interleave: bool | None = None
+    rope_theta: float | None = None
     rope_parameters: dict[str, Any] | None = None
     rope_scaling: dict[str, Any] | None = None
     attention_bias: bool = False
@@ -151,6 +152,8 @@ def _refuse(file: Path, config: SparseConfig) -> None:
 
 
 def _refuse_ropes(file: Path, config: SparseConfig) -> None:
+    if config.rope_theta is None and not (config.rope_parameters or {}).get("rope_theta"):
+        raise UnsupportedModel(f"{file}: rope_parameters.rope_theta is missing; add it")
     for field in ("rope_scaling", "rope_parameters"):
         given: dict[str, Any] = getattr(config, field) or {}
         for name in ("rope_type", "type"):

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar
 import msgspec
 
 from stepahead.errors import UnsupportedModel, WeightError
-from stepahead.model.sparse import SparseSpec, pool_bytes_per_token
+from stepahead.model.sparse import SparseSpec, bytes_per_token, groups_of
 from stepahead.model.sparse_config import SparseConfig, sparse_of
 
 Format = Literal["safetensors", "gguf", "random"]
@@ -114,7 +114,7 @@ class ModelSpec:
 def kv_bytes_per_token(spec: ModelSpec, dtype_bytes: int) -> int:
     """Bytes that one token position takes in the KV pool, over all layers, without drafts."""
     if spec.sparse is not None:
-        return pool_bytes_per_token(spec.sparse, dtype_bytes)
+        return bytes_per_token(groups_of(spec.sparse, dtype_bytes))
     return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype_bytes
 
 
