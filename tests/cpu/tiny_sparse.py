@@ -8,11 +8,14 @@ looks, in the reference, how far from a tie each choice was.
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import (
     AutoModelForCausalLM,
@@ -117,6 +120,74 @@ def reference(model: PreTrainedModel, ids: list[int]) -> Tensor:
     assert len(ids) <= TOPK or margins.least["positions"] < float("inf"), "nothing was left out"
     assert min(margins.least.values()) > 1e-5, f"too near a tie: {margins.least}"
     return logits
+
+
+@dataclass(frozen=True)
+class WithMtp:
+    """A reference with a layer more, which drafts, and what that has beside a layer's tensors."""
+
+    model: PreTrainedModel
+    layer: nn.Module
+    extra: dict[str, Tensor]
+
+    def drafts(self, ids: list[int]) -> tuple[Tensor, Tensor]:
+        """Hidden states, and logits for token i + 2, of all tokens but the last."""
+        stem = f"model.layers.{self.model.config.num_hidden_layers}."
+
+        def normed(x: Tensor, name: str) -> Tensor:
+            scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + SIZES["rms_norm_eps"])
+            return self.extra[f"{stem}{name}.weight"] * (x * scale)
+
+        with torch.inference_mode(), Margins() as margins:
+            whole = torch.tensor([ids])
+            hidden = self.model.model(whole).last_hidden_state[:, :-1]
+            tokens = self.model.model.embed_tokens(whole[:, 1:])
+            both = torch.cat((normed(tokens, "enorm"), normed(hidden, "hnorm")), -1)
+            z = both @ self.extra[stem + "eh_proj.weight"].T
+            at = torch.arange(z.shape[1]).unsqueeze(0)
+            mask = torch.full((1, 1, z.shape[1], z.shape[1]), float("-inf")).triu(1)
+            angles = self.model.model.rotary_emb(z, position_ids=at)
+            z, _ = self.layer(z, mask, at, position_embeddings=angles)
+            out = normed(z, "shared_head.norm")
+            assert min(margins.least.values()) > 1e-5, f"too near a tie: {margins.least}"
+            return out[0], self.model.lm_head(out)[0]
+
+
+def make_with_mtp(folder: Path, *, absent: bool = False, **config: Any) -> WithMtp:
+    """Writes a checkpoint whose config speaks of an MTP layer; `absent`: without its tensors."""
+    kinds = ["full", "full", "shared", "shared", "full", "shared", "full"]
+    big = make_sparse(num_hidden_layers=7, indexer_types=kinds, **config)
+    big.save_pretrained(folder)
+    with torch.no_grad():
+        extra = {
+            "model.layers.6.enorm.weight": torch.rand(48) + 0.5,
+            "model.layers.6.hnorm.weight": torch.rand(48) + 0.5,
+            "model.layers.6.shared_head.norm.weight": torch.rand(48) + 0.5,
+            "model.layers.6.eh_proj.weight": torch.randn(48, 96) * 96**-0.5,
+        }
+    tensors = load_file(folder / "model.safetensors") | extra
+    if absent:
+        tensors = {n: v for n, v in tensors.items() if not n.startswith("model.layers.6.")}
+    save_file(tensors, folder / "model.safetensors")
+    change_config(
+        folder,
+        num_hidden_layers=6,
+        num_nextn_predict_layers=1,
+        indexer_types=kinds[:6],
+        mlp_layer_types=None,
+        layer_types=None,
+    )
+    big.config.num_hidden_layers = 6
+    return WithMtp(big, big.model.layers[6], extra)
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    """Fields of config.json; None takes one out."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text()) | changes
+    file.write_text(
+        json.dumps({name: value for name, value in config.items() if value is not None})
+    )
 
 
 def save_sparse(model: PreTrainedModel, folder: Path) -> PreTrainedModel:

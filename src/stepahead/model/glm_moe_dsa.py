@@ -57,21 +57,24 @@ class GlmMoeDsa(nn.Module):
         return self.norm(x)
 
     def draft(
-        self, hidden: Tensor, inputs: StepInputs, kv: LatentPool, chosen: Choice | None = None
-    ) -> tuple[Tensor, Choice]:
+        self, hidden: Tensor, inputs: StepInputs, kv: LatentPool, seed: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Run the MTP layer over a step's tokens: what `logits` makes drafts of.
 
         Token i of the step stands at its position and its cell as in `forward`, which has run
         before; its token id is the *next* one, x[i+1], and hidden [T, hidden] is what `forward` (or
-        an earlier `draft`) gave for it.  The result, hidden states [T, hidden] for x[i+2], is
-        normed: it is the next draft's `hidden` as it stands.  `chosen` is what an earlier draft
-        with as many tokens chose; given it, nothing is scored.  Its own row and index key are
-        written in every case.
+        an earlier `draft`) gave for it.  Returns hidden states [T, hidden] for x[i+2], normed: the
+        next draft's `hidden` as they stand; and the positions that each token read, int64[T, topk],
+        -1 where there are fewer.  Given such positions as `seed`, nothing is scored.  They are
+        positions of the request and not places in memory, so they outlast a move of its pages.
+        The layer's own row and index key are written in every case.
         """
         assert self.mtp is not None, "the model was made without drafts"
         tokens = self.embed(inputs.token_ids_dev)
         angles, step = self._prepare(inputs, kv, tokens)
-        return self.mtp(tokens, hidden, angles, inputs.cells_dev, step, kv, chosen)
+        given = None if seed is None else step.given(seed)
+        drafted, chosen = self.mtp(tokens, hidden, angles, inputs.cells_dev, step, kv, given)
+        return drafted, step.positions(inputs.positions_dev, chosen)
 
     def _prepare(
         self, inputs: StepInputs, kv: LatentPool, x: Tensor

@@ -118,6 +118,20 @@ class LatentAttention:
             chosen.append(_lay_out_selection(span, positions, shape))
         return tuple(chosen)
 
+    def given(self, positions: Tensor) -> tuple[Selection, ...]:
+        """As `choose`, of positions int64[T, topk] that have been chosen before."""
+        return tuple(
+            _lay_out_selection(span, positions[span.place], self.shape) for span in self.scored
+        )
+
+    def positions(self, own: Tensor, chosen: Sequence[Selection]) -> Tensor:
+        """int64[T, topk] of all the step's tokens, which stand at `own` int64[T]; -1 is nothing."""
+        at = torch.arange(self.shape.topk, device=own.device)
+        every = at.where(at <= own.unsqueeze(1), -1)
+        for span, reads in zip(self.scored, chosen, strict=True):
+            every[span.place] = reads.positions_dev
+        return every
+
     def attend(
         self, q: Tensor, rows: Tensor, pages: Tensor, chosen: Sequence[Selection], by: Expansion
     ) -> Tensor:
