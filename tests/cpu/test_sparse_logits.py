@@ -110,6 +110,22 @@ def test_rows_of_unlike_lengths_are_read_apart_and_give_the_same(pair: Pair) -> 
         close(together[name], alone.step(decode={name: ids[name][-1]})[name])
 
 
+def test_an_empty_sparse_row_spoils_nothing(pair: Pair) -> None:
+    """A padding row may come with length 0: it must stay finite, for its NaN would be written."""
+    model, _ = pair
+    ids = random_ids(30, seed=6)
+    pages, alone = Pages(model), Pages(model)
+    pages.step(chunks={"a": ids[:-1]})
+    alone.step(chunks={"a": ids[:-1]})
+    _, inputs = pages.inputs(decode={"a": ids[-1], "b": 1})
+    lens = inputs.decode_lens_dev * torch.tensor([1, 0])
+    padded = replace(inputs, decode_lens_dev=lens, decode_bounds=lens.numpy())
+    with torch.inference_mode():
+        logits = model.logits(model(padded, pages.kv))
+    assert logits.isfinite().all()
+    close(logits[:1], alone.step(decode={"a": ids[-1]})["a"])
+
+
 # --- guards of the tests above ----------------------------------------------------------------
 
 

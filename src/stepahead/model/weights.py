@@ -134,8 +134,8 @@ def random_model(spec: ModelSpec, seed: int, dtype: DTypeName, device: str = "cp
     generator = torch.Generator().manual_seed(seed)
     for module, name, parameter in _parameters(model):
         value = torch.ones(parameter.shape)
-        if parameter.ndim == 2:
-            value.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
+        if parameter.ndim > 1:
+            value.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
         elif name == "bias":
             value.normal_(0.0, 0.1, generator=generator)
         _assign(module, name, value.to(device, _kept_as(module, DTYPES[dtype])))
