@@ -56,7 +56,7 @@ def as_sets(positions: Tensor) -> list[set[int]]:
     return [{*row} for row in rows]
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(
     seed=st.integers(0, 10**6),
     rows=st.sampled_from([(1, 1), (1, 5), (1, 17), (4, 1), (2, 3)]),
@@ -116,19 +116,18 @@ class Largest(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("rows", [(1, 300), (200, 1)], ids=str)
+@pytest.mark.parametrize("rows", [(1, 60), (60, 1)], ids=str)
 def test_scores_are_never_made_beyond_a_tile(rows: tuple[int, int]) -> None:
-    """Whole they would be 300 tokens x 2,000 positions x 16 heads: 9.6 million."""
+    """Whole they would be 60 tokens x 2,000 positions x 16 heads; one token's alone are 32,000."""
     generator = torch.Generator().manual_seed(2)
-    count, tile = rows[0] * rows[1], 20_000
-    tables = torch.randint(0, 200, (rows[0], 500), generator=generator)
-    positions = (2000 - count + torch.arange(count)).view(rows)
-    span = Span(slice(0, count), tables, positions, 2000)
-    q = torch.randn(count, 16, 8, generator=generator)
-    weights = torch.randn(count, 16, generator=generator)
-    pages = torch.randn(200, 4, 8, generator=generator)
-    given_values = max(q.numel(), pages.numel(), tables.numel(), count * 24)
+    tables = torch.randint(0, 40, (rows[0], 125), generator=generator)
+    positions = (1940 + torch.arange(60)).view(rows)
+    span = Span(slice(0, 60), tables, positions, 2000)
+    q = torch.randn(60, 16, 8, generator=generator)
+    weights = torch.randn(60, 16, generator=generator)
+    pages = torch.randn(40, 16, 8, generator=generator)
+    assert max(x.numel() for x in (tables, q, pages)) < 8000
     with Largest() as largest:
-        found = select(span, q, weights, pages, 24, tile)
-    assert largest.values <= max(tile, given_values) <= 100_000
+        found = select(span, q, weights, pages, 24, tile_values=8000)
+    assert largest.values <= 8000
     assert as_sets(found) == as_sets(select(span, q, weights, pages, 24))

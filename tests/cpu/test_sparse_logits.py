@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 import torch
 from tiny_models import Pages, random_ids
@@ -108,6 +109,29 @@ def test_rows_of_unlike_lengths_are_read_apart_and_give_the_same(pair: Pair) -> 
     together = pages.step(decode={name: ids[name][-1] for name in lens})
     for name in lens:
         close(together[name], alone.step(decode={name: ids[name][-1]})[name])
+
+
+@pytest.mark.parametrize("before", [3, 30])
+def test_positions_of_one_request_may_be_rows_of_their_own(pair: Pair, before: int) -> None:
+    """As drafts are verified: each sees the others before it, which the same step writes."""
+    model, theirs = pair
+    ids = random_ids(before + 4, seed=7)
+    pages = Pages(model)
+    pages.step(chunks={"a": ids[:before]})
+    _, chunk = pages.inputs(chunks={"a": ids[before:]})
+    lens = chunk.positions_dev + 1
+    rows = replace(
+        chunk,
+        n_decode=4,
+        decode_pages_dev=chunk.chunks[0].pages_dev.expand(4, -1),
+        decode_lens_dev=lens,
+        decode_bounds=np.minimum(lens.numpy() + 3, before + 4),  # as far as the host knows
+        max_decode_len=before + 4,
+        chunks=(),
+    )
+    with torch.inference_mode():
+        logits = model.logits(model(rows, pages.kv))
+    close(logits, reference(theirs, ids)[before:])
 
 
 def test_an_empty_sparse_row_spoils_nothing(pair: Pair) -> None:

@@ -44,7 +44,7 @@ MUTATIONS = [
         "            pool.write_keys(self.layer, cells, self._index_keys(index[0], angles))\n",
         "            if step.scored:\n"
         "                pool.write_keys(self.layer, cells, self._index_keys(index[0], angles))\n",
-        "tests/cpu/test_sparse_memory.py::test_a_prefix_hit_brings_latent_rows_and_index_keys",
+        "tests/cpu/test_sparse_memory.py::test_a_prefix_hit_brings_latent_rows_and_index_keys[serial]",
     ),
     Mutation(
         "a layer with an indexer shares the choice before it",
@@ -52,7 +52,7 @@ MUTATIONS = [
         "model/glm_moe_dsa.py",
         "            given = None if owns else chosen ",
         "            given = chosen ",
-        "tests/cpu/test_sparse_logits.py::test_a_sparse_prompt_at_once",
+        "tests/cpu/test_sparse_logits.py::test_a_sparse_prompt_at_once[glm]",
     ),
     Mutation(
         "the norm of compressed queries has the model's epsilon",
@@ -68,7 +68,7 @@ MUTATIONS = [
         "model/attention/latent.py",
         "(inputs.decode_lens_dev.clamp(min=1) - 1)",
         "(inputs.decode_lens_dev - 1)",
-        "tests/cpu/test_sparse_logits.py::test_an_empty_sparse_row_spoils_nothing",
+        "tests/cpu/test_sparse_logits.py::test_an_empty_sparse_row_spoils_nothing[glm]",
     ),
     Mutation(
         "a query may choose what comes after it",
