@@ -72,14 +72,16 @@ class Attention(nn.Module):
         self.layer = layer
         self.sparse = sparse
         low, latent, heads = sparse.q_lora_rank, sparse.kv_lora_rank, spec.num_heads
-        down, up = (low, sparse.row_values), (heads * (sparse.nope_dim + sparse.rope_dim),)
-        if indexer:  # its matrices are on the same inputs
-            down = (*down, sparse.index_dim, sparse.index_heads)
-            up = (*up, sparse.index_heads * sparse.index_dim)
-        self.down = Linear(spec.hidden_size, down)
+        # the indexer's matrices are on the same inputs: keys and weights, queries
+        self._down = [low, sparse.row_values]
+        self._up = [heads * (sparse.nope_dim + sparse.rope_dim)]
+        if indexer:
+            self._down += [sparse.index_dim, sparse.index_heads]
+            self._up += [sparse.index_heads * sparse.index_dim]
+        self.down = Linear(spec.hidden_size, tuple(self._down))
         self.q_norm = RMSNorm(low, sparse.latent_eps)
         self.kv_norm = RMSNorm(latent, sparse.latent_eps)
-        self.up = Linear(low, up)
+        self.up = Linear(low, tuple(self._up))
         self.kv = KeysAndValues(spec, sparse)
         self.o = Linear(heads * sparse.v_dim, (spec.hidden_size,))
         self.key_norm = KeyNorm(sparse.index_dim) if indexer else None
@@ -94,14 +96,13 @@ class Attention(nn.Module):
         chosen: Choice | None,
     ) -> tuple[Tensor, Choice]:
         """[T, hidden] to the same, and what was chosen: `chosen` where it is given."""
-        sparse, rotated = self.sparse, self.sparse.rope_dim
-        low, row, *index = self.down(x).split(self.down_parts, 1)
-        up = self.up(self.q_norm(low))
-        q = up[:, : up.shape[1] - self.index_columns].unflatten(1, (-1, sparse.nope_dim + rotated))
-        q = torch.cat(
-            (q[..., : sparse.nope_dim], _turn(q[..., sparse.nope_dim :], angles, sparse.pairs)), -1
-        )
-        latent, key = row.split((sparse.kv_lora_rank, rotated), 1)
+        sparse = self.sparse
+        low, row, *index = self.down(x).split(self._down, 1)
+        q, *index_q = self.up(self.q_norm(low)).split(self._up, 1)
+        whole = q.unflatten(1, (-1, sparse.nope_dim + sparse.rope_dim))
+        plain, turned = whole.split((sparse.nope_dim, sparse.rope_dim), 2)
+        q = torch.cat((plain, _turn(turned, angles, sparse.pairs)), 2)
+        latent, key = row.split((sparse.kv_lora_rank, sparse.rope_dim), 1)
         key = _turn(key.unsqueeze(1), angles, sparse.pairs).squeeze(1)
         rows = torch.cat((self.kv_norm(latent), key), 1)
         pool.write_rows(self.layer, cells, rows)
@@ -109,23 +110,11 @@ class Attention(nn.Module):
             # written where nothing is scored, too: a longer context will score them
             pool.write_keys(self.layer, cells, self._index_keys(index[0], angles))
             if chosen is None:
-                queries = self._index_queries(up[:, -self.index_columns :], angles)
+                queries = self._index_queries(index_q[0], angles)
                 chosen = step.choose(queries, self._weights(index[1]), pool.keys[self.layer])
         assert chosen is not None, "a layer without an indexer came first"
         out = step.attend(q, rows, pool.rows[self.layer], chosen, self.kv)
         return self.o(out), chosen
-
-    @property
-    def down_parts(self) -> list[int]:
-        """Columns of what comes from x: queries, row, and of the indexer key and weights."""
-        sparse = self.sparse
-        parts = [sparse.q_lora_rank, sparse.row_values]
-        return parts if self.key_norm is None else [*parts, sparse.index_dim, sparse.index_heads]
-
-    @property
-    def index_columns(self) -> int:
-        """Columns of the compressed queries' matrix that are the indexer's, the last ones."""
-        return 0 if self.key_norm is None else self.sparse.index_heads * self.sparse.index_dim
 
     def _index_keys(self, keys: Tensor, angles: Angles) -> Tensor:
         assert self.key_norm is not None

@@ -59,8 +59,8 @@ def select(
     q = q.view(groups, queries, *q.shape[1:])
     weights = weights.view(groups, queries, 1, -1)
     chosen = [
-        _best(span, rows, q[rows], weights[rows], key_pages, (topk, keys))
-        for rows, keys in _tiles(span, q.shape[2], key_pages, tile_values, topk)
+        _best(span, rows, q[rows], weights[rows], key_pages, topk, step)
+        for rows, step in _tiles(span, q.shape[2], key_pages, tile_values, topk)
     ]
     return torch.cat(chosen)
 
@@ -91,9 +91,10 @@ def _best(
     q: Tensor,
     weights: Tensor,
     key_pages: Tensor,
-    sizes: tuple[int, int],
+    topk: int,
+    step: int,
 ) -> Tensor:
-    topk, step = sizes
+    """As `select`, for some of its queries, `step` pages at a time."""
     tables, positions = span.pages_dev[rows[0]], span.positions_dev[rows].unsqueeze(-1)
     groups, page_size = len(tables), key_pages.shape[1]
     flat_q = q.flatten(1, 2).float()
