@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from stepahead.model.attention.indexer import Span, select
+from stepahead.model.attention.indexer import Span, _ranks, select
 
 PAGES, HEADS, DIM = 40, 3, 4
 
@@ -92,14 +92,9 @@ def test_scores_of_any_size_and_sign_are_in_order(scale: float) -> None:
 
 
 def test_nothing_and_minus_nothing_are_equal() -> None:
-    """relu makes zeros, and a negative weight makes them negative: equal scores all the same."""
-    span = Span(slice(0, 1), torch.tensor([[1, 2]]), torch.tensor([[7]]), 8)
-    pages = torch.zeros(3, 4, DIM)
-    pages[1, :2] = -1.0  # below nothing, so relu gives zero; as do the zeros after them
-    q = torch.ones(1, 1, DIM)
-    for weight in (1.0, -1.0):
-        found = select(span, q, torch.tensor([[weight]]), pages, 3)
-        assert as_sets(found) == [{0, 1, 2}]
+    """relu makes zeros, and a product with a negative weight may make them negative."""
+    ranks = _ranks(torch.tensor([-0.0, 0.0, -0.0, 1e-45, -1e-45]), torch.arange(5))
+    assert ranks.argsort(descending=True).tolist() == [3, 0, 1, 2, 4]
 
 
 class Largest(TorchDispatchMode):
