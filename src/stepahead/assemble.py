@@ -14,6 +14,7 @@ from stepahead.config import DTYPE_BYTES, EngineConfig, ModelFacts, Resolved, re
 from stepahead.engine import Engine, limits_of
 from stepahead.errors import ConfigError
 from stepahead.loop.base import Executor
+from stepahead.model.sparse import KVGroup, SparseSpec, groups_of, sparse_weight_values, told
 from stepahead.model.spec import ModelSpec, kv_bytes_per_token, read_spec
 from stepahead.runner.spec import RunnerSpec
 from stepahead.scheduler.stop import Vocabulary
@@ -35,6 +36,7 @@ class ModelParts:
              with device="cuda" where that is where it runs
     part     as factory, for a stage: called with `stage` and `stages`, too; "" if it can't be cut
     notes    what was changed from the model's files, and why
+    groups   page tensors of the pool, where they are of more than one kind
     """
 
     facts: ModelFacts
@@ -43,6 +45,7 @@ class ModelParts:
     options: dict[str, Any] = field(default_factory=dict)
     part: str = ""
     notes: tuple[str, ...] = ()
+    groups: tuple[KVGroup, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -80,8 +83,21 @@ def model_parts(config: EngineConfig, chat_template: str | None = None) -> Model
         state_bytes=spec.hidden_size * DTYPE_BYTES[config.dtype],
     )
     options = {"path": config.model, "dtype": config.dtype}
+    load = "stepahead.model.load:load"
+    if spec.sparse is not None:
+        groups = groups_of(spec.sparse, DTYPE_BYTES[config.dtype])
+        return ModelParts(
+            facts, texts, load, options, notes=_sparse_notes(spec, spec.sparse), groups=groups
+        )
     part = "stepahead.parallel.pipeline:load_part"
-    return ModelParts(facts, texts, "stepahead.model.load:load", options, part, spec.notes)
+    return ModelParts(facts, texts, load, options, part, spec.notes)
+
+
+def _sparse_notes(spec: ModelSpec, sparse: SparseSpec) -> tuple[str, ...]:
+    if not sparse.mtp_layers:
+        return spec.notes
+    idle = f"model.layers.{spec.num_layers} (MTP) stays on disk: nothing drafts with it yet"
+    return (*spec.notes, idle)
 
 
 def toy_parts(vocab_size: int = TOY_VOCAB, max_len: int = TOY_MAX_LEN) -> ModelParts:
@@ -111,7 +127,15 @@ def assemble(config: EngineConfig, parts: ModelParts) -> Assembly:
         executor.close()
         raise
     engine.observer.garbage.freeze()
-    return Assembly(engine, parts.texts, resolved, (*settings(resolved), *parts.notes))
+    told_settings = (*settings(resolved), *parts.notes, *_pool_note(resolved, parts.groups))
+    return Assembly(engine, parts.texts, resolved, told_settings)
+
+
+def _pool_note(resolved: Resolved, groups: tuple[KVGroup, ...]) -> tuple[str, ...]:
+    if not groups:
+        return ()
+    tokens = (resolved.pages - 1) * resolved.config.page_size
+    return (f"KV pool: {told(groups)}; room for {tokens:,} tokens",)
 
 
 def runner_spec(resolved: Resolved, parts: ModelParts) -> RunnerSpec:
@@ -155,13 +179,16 @@ def settings(resolved: Resolved) -> tuple[str, ...]:
 
 
 def weight_values(spec: ModelSpec) -> int:
-    """How many numbers the model's weights are, embeddings included."""
+    """How many numbers the model's weights are, embeddings included; without what only drafts."""
+    tables = (1 if spec.tied_head else 2) * spec.vocab_size * spec.hidden_size
+    if spec.sparse is not None:
+        dims = (spec.hidden_size, spec.num_heads, spec.intermediate_size)
+        return tables + sparse_weight_values(spec.sparse, *dims) + spec.hidden_size
     head = spec.num_heads * spec.head_dim
     kv = spec.num_kv_heads * spec.head_dim
     attention = spec.hidden_size * (2 * head + 2 * kv)
     layer = attention + 3 * spec.hidden_size * spec.intermediate_size
-    tables = 1 if spec.tied_head else 2
-    return spec.num_layers * layer + tables * spec.vocab_size * spec.hidden_size
+    return spec.num_layers * layer + tables
 
 
 def _eos_ids(spec: ModelSpec, texts: Texts) -> tuple[int, ...]:

@@ -24,7 +24,6 @@ from transformers import (
 )
 
 from stepahead.model.batch import ChunkRow, StepInputs
-from stepahead.model.llama import Llama
 
 torch.set_num_threads(1)  # at this size a second thread only waits, longest on a busy machine
 PAGE_SIZE = 4
@@ -79,13 +78,18 @@ def random_ids(count: int, seed: int, vocab_size: int = SIZES["vocab_size"]) -> 
     return [random.Random(seed * 1000 + i).randrange(vocab_size) for i in range(count)]
 
 
+def page_tensors(kv: Any) -> tuple[Tensor, ...]:
+    """All page tensors of a pool of either kind."""
+    return (*kv.rows, *kv.keys.values()) if hasattr(kv, "rows") else (*kv.k, *kv.v)
+
+
 class Pages:
     """Runs a model over pages handed out in random order, the pool full of garbage before."""
 
-    def __init__(self, model: Llama, num_pages: int = 200, seed: int = 0) -> None:
+    def __init__(self, model: Any, num_pages: int = 200, seed: int = 0) -> None:
         self.model = model
-        self.kv = model.new_kv(num_pages, PAGE_SIZE)
-        for pages in (*self.kv.k, *self.kv.v):
+        self.kv: Any = model.new_kv(num_pages, PAGE_SIZE)
+        for pages in page_tensors(self.kv):
             pages.normal_(0.0, 30.0)
         self._free = list(range(1, num_pages))
         random.Random(seed).shuffle(self._free)
@@ -96,15 +100,21 @@ class Pages:
         self, decode: dict[str, int] | None = None, chunks: dict[str, list[int]] | None = None
     ) -> dict[str, Tensor]:
         """Run one step; gives each row's logits, float32[its tokens, vocab]."""
+        rows, inputs = self.inputs(decode, chunks)
+        with torch.inference_mode():
+            logits = self.model.logits(self.model(inputs, self.kv))
+        return dict(zip(rows, logits.split([len(t) for t in rows.values()]), strict=True))
+
+    def inputs(
+        self, decode: dict[str, int] | None = None, chunks: dict[str, list[int]] | None = None
+    ) -> tuple[dict[str, list[int]], StepInputs]:
+        """Rows, and the inputs of a step that runs them; their pages grow."""
         decode, chunks = decode or {}, chunks or {}
         rows = {**{name: [token] for name, token in decode.items()}, **chunks}
         starts = {name: self._lens.get(name, 0) for name in rows}
         for name, tokens in rows.items():
             self._grow(name, len(tokens))
-        inputs = self._inputs(list(decode), rows, starts)
-        with torch.inference_mode():
-            logits = self.model.logits(self.model(inputs, self.kv))
-        return dict(zip(rows, logits.split([len(t) for t in rows.values()]), strict=True))
+        return rows, self._inputs(list(decode), rows, starts)
 
     def _grow(self, name: str, count: int) -> None:
         self._lens[name] = self._lens.get(name, 0) + count

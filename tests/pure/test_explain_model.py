@@ -21,6 +21,7 @@ from stepahead.explain.choices import CHOICES, NOT_HERE
 from stepahead.explain.memory import GPUS, USABLE, Memory, memory_of
 from stepahead.explain.report import ModelReport
 from stepahead.explain.settings import GIVEN
+from stepahead.model.sparse import sparse_weight_values
 from stepahead.model.spec import kv_bytes_per_token, read_spec
 from stepahead.observe.books import CAUSES
 from stepahead.sync import SyncReason
@@ -93,7 +94,6 @@ def test_what_would_run_is_told_as_the_engine_settles_it(options: dict[str, Any]
         ("toy", {"device": "hostile"}, "ConfigError", "executor=inline"),
         ("glm-5.3", {}, "NotEnoughMemory", "weights alone take 2,806.4 GiB, and 32.0 GiB"),
         ("glm-5.3", {"dtype": "bfloat16"}, "NotEnoughMemory", "weights alone take 1,403.2 GiB"),
-        ("glm-5.3", {"num_pages": 9}, "UnsupportedModel", "GlmMoeDsaForCausalLM is not in this"),
     ],
 )
 def test_what_would_be_refused_is_said_and_all_else_explained(
@@ -108,7 +108,7 @@ def test_what_would_be_refused_is_said_and_all_else_explained(
 def test_several_refusals_are_all_told() -> None:
     report = explained("glm-5.3", max_model_len=2**21, threads=9999, kv_memory_gb=1e-9)
     said = " ".join(entry.words for entry in report.refused)
-    for words in ("not in this engine", "the weights alone", "1048576 positions", "cores"):
+    for words in ("the weights alone", "1048576 positions", "cores"):
         assert words in said
     assert settled(report)["num_pages"] is None
 
@@ -287,11 +287,29 @@ def test_an_indexer_is_counted_where_a_layer_owns_one(
 
 def test_a_folder_of_its_kind_is_read_like_the_one_that_is_known(tmp_path: Path) -> None:
     config = json.loads((house.PACKAGE / "explain" / "glm-5.3.json").read_text())
-    small = save(tmp_path, config | {"num_hidden_layers": 4, "num_nextn_predict_layers": 0})
-    report = explained(small)
+    four = {"num_hidden_layers": 4, "indexer_types": ["full"] * 3 + ["shared"]}
+    report = explained(save(tmp_path, config | four | {"num_nextn_predict_layers": 0}))
     assert memory(report).parameters == pytest.approx(12.97e9, rel=1e-3)
-    assert "not in this engine" in refused(report)["UnsupportedModel"]
+    assert "UnsupportedModel" not in refused(report)
     assert explained("glm-5.3").memory == explained(save(tmp_path, config)).memory
+
+
+def test_a_variant_of_it_that_is_not_computed_is_explained_all_the_same(tmp_path: Path) -> None:
+    config = json.loads((house.PACKAGE / "explain" / "glm-5.3.json").read_text())
+    report = explained(save(tmp_path, config | {"n_group": 8}))
+    assert "n_group = 8 is not supported, only 1" in refused(report)["UnsupportedModel"]
+    assert report.memory == explained("glm-5.3").memory
+
+
+def test_the_weights_of_glm_are_counted_tensor_by_tensor(tmp_path: Path) -> None:
+    config = json.loads((house.PACKAGE / "explain" / "glm-5.3.json").read_text())
+    spec = read_spec(save(tmp_path, config))
+    assert spec.sparse is not None
+    whole = sparse_weight_values(spec.sparse, 6144, 64, 12288, drafts=True)
+    # published files are counted without the 256 biases of each router
+    assert whole + 2 * 154_880 * 6144 + 6144 == 753_329_921_024 + 76 * 256
+    plain = glm.read_shape(json.dumps(config | {"num_nextn_predict_layers": 0}).encode(), "here")
+    assert weight_values(spec) == glm.sizes_of(plain).values + 75 * 256
 
 
 def test_a_supported_folder_has_the_sizes_that_the_engine_reckons_with(tmp_path: Path) -> None:

@@ -44,3 +44,46 @@ class KVPool:
         v.nan_to_num_()
         self._k_cells[layer].index_copy_(0, cells, k)
         self._v_cells[layer].index_copy_(0, cells, v)
+
+
+class LatentPool:
+    """Two groups of page tensors under one page table, allocated once and zero.
+
+    `rows[layer]`  [num_pages, page_size, row_values], what all heads of a layer read
+    `keys[layer]`  [num_pages, page_size, key_values] of the layers that own an indexer, for which a
+                   page id means the same positions
+
+    A page that is shared, freed or evicted is so in both: whoever holds a page id has all of it.
+    """
+
+    def __init__(
+        self,
+        indexers: tuple[bool, ...],
+        num_pages: int,
+        page_size: int,
+        row_values: int,
+        key_values: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """`indexers`: for each layer whether it owns an indexer."""
+
+        def pages(values: int) -> Tensor:
+            return torch.zeros((num_pages, page_size, values), dtype=dtype, device=device)
+
+        self.page_size = page_size
+        self.rows = [pages(row_values) for _ in indexers]
+        self.keys = {layer: pages(key_values) for layer, owns in enumerate(indexers) if owns}
+
+    def write_rows(self, layer: int, cells: Tensor, rows: Tensor) -> None:
+        """Store rows [T, row_values] in `cells`, int64[T], as `KVPool.write` does."""
+        _store(self.rows[layer], cells, rows)
+
+    def write_keys(self, layer: int, cells: Tensor, keys: Tensor) -> None:
+        """Store keys [T, key_values] in `cells`, int64[T], as `KVPool.write` does."""
+        _store(self.keys[layer], cells, keys)
+
+
+def _store(pages: Tensor, cells: Tensor, values: Tensor) -> None:
+    values.nan_to_num_()
+    pages.flatten(0, 1).index_copy_(0, cells, values)

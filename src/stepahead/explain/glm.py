@@ -13,6 +13,7 @@ import msgspec
 
 from stepahead.errors import UnsupportedModel
 from stepahead.explain.sizes import ROUTED, Cache, Part, Sizes
+from stepahead.model.sparse import CellKind, KVGroup, bytes_per_token, latent_groups
 
 ARCHITECTURE = "GlmMoeDsaForCausalLM"
 
@@ -150,11 +151,21 @@ def _active(shape: GlmShape) -> int:
     )
 
 
+def pool_groups(
+    shape: GlmShape, rows: CellKind, keys: CellKind, drafts: int = 0
+) -> tuple[KVGroup, ...]:
+    """Page tensors of the pool: latent rows and index keys, kept as these."""
+    dims = (shape.kv_lora_rank, shape.qk_rope_head_dim, shape.index_head_dim)
+    layers, owners = shape.num_hidden_layers + drafts, shape.indexers + drafts
+    return latent_groups(layers, owners, dims, rows, keys)
+
+
 def _caches(shape: GlmShape) -> Iterator[Cache]:
-    rows, keys = shape.num_hidden_layers, shape.indexers
-    key = shape.index_head_dim + 4  # in fp8 with one float32 scale, however the rest is kept
-    # fp8 with a float32 scale for each 128; the rotated part stays bfloat16
-    latent_fp8 = shape.kv_lora_rank + shape.kv_lora_rank // 32 + 2 * shape.qk_rope_head_dim
-    drafts = shape.num_nextn_predict_layers
-    for name, row in (("bfloat16", 2 * shape.latent_values), ("fp8", latent_fp8)):
-        yield Cache(name, rows * row + keys * key, drafts * (row + key))
+    kinds: tuple[CellKind, ...] = ("bfloat16", "fp8")
+    for kind in kinds:
+        plain, whole = (
+            # other engines keep index keys in fp8 however they keep the rest
+            bytes_per_token(pool_groups(shape, kind, "fp8", drafts))
+            for drafts in (0, shape.num_nextn_predict_layers)
+        )
+        yield Cache(kind, plain, whole - plain)

@@ -15,6 +15,7 @@ from stepahead.errors import UnsupportedModel, WeightError
 from stepahead.explain import glm
 from stepahead.explain.report import Entry
 from stepahead.explain.sizes import Cache, Part, Sizes
+from stepahead.model.sparse import CellKind, bytes_per_token, told
 from stepahead.model.spec import ModelSpec, kv_bytes_per_token, read_spec
 
 TOY = "toy"
@@ -24,7 +25,7 @@ _SPELLINGS = {
     f"{owner}{BUILTIN}{kind}" for owner in ("", "zai-org/") for kind in ("", "-bf16", "-fp8")
 }
 
-
+_TRIED = "computed here, and tried on tiny random weights only: the released ones are 755 GB"
 _PACE = (
     "a decode step of 1, 32 or 256 rows takes about 7, 25 or 49 ms on 8 H200 (fp8, tensor "
     "parallel, 8K context; calculated, not measured): what the host has to stay below"
@@ -58,8 +59,8 @@ def describe(name: str, dtype: str) -> Described:
     if name == TOY:
         return _toy()
     if name.lower() in _SPELLINGS and not os.path.exists(name):
-        known = _glm(name, glm.builtin_shape(), dtype)
-        return replace(known, lines=(*known.lines, _PACE))
+        known = _glm(name, glm.ARCHITECTURE, glm.builtin_shape(), dtype)
+        return replace(known, lines=(*known.lines, _TRIED, _PACE))
     try:
         spec = read_spec(name)
     except UnsupportedModel as error:
@@ -71,6 +72,11 @@ def describe(name: str, dtype: str) -> Described:
             f"{error}; {BUILTIN} and {TOY} are known by name. A command line of another engine "
             "goes after --"
         ) from error
+    if spec.sparse is not None:
+        file = Path(name) / "config.json"
+        shape = glm.read_shape(file.read_bytes(), str(file))
+        known = _glm(name, spec.architecture, shape, dtype)
+        return replace(known, lines=(*known.lines, *spec.notes))
     return _dense(name, spec, dtype)
 
 
@@ -118,24 +124,30 @@ def _dense_sizes(spec: ModelSpec, values: int) -> Sizes:
 _KINDS = ("bfloat16", "float32")
 
 
-def _glm(name: str, shape: glm.GlmShape, dtype: str) -> Described:
+def _glm(
+    name: str,
+    architecture: str,
+    shape: glm.GlmShape,
+    dtype: str,
+    refused: tuple[Entry, ...] = (),
+) -> Described:
     sizes, width = glm.sizes_of(shape), DTYPE_BYTES[dtype]
-    rows = shape.num_hidden_layers * shape.latent_values
-    cells = rows + shape.indexers * shape.index_head_dim
+    kept: CellKind = "float32" if width == 4 else "bfloat16"
+    groups = glm.pool_groups(shape, kept, kept)
     ends = shape.eos_token_id
     facts = ModelFacts(
         vocab_size=shape.vocab_size,
         max_len=shape.max_position_embeddings,
         eos_ids=tuple([ends] if isinstance(ends, int) else ends or ()),
-        kv_bytes_per_token=cells * width,
+        kv_bytes_per_token=bytes_per_token(groups),
         weight_bytes=sizes.values * width,
     )
     return Described(
         name,
-        glm.ARCHITECTURE,
+        architecture,
         facts,
-        tuple(_glm_lines(shape, sizes)),
-        (_not_computed(glm.ARCHITECTURE),),
+        (*_glm_lines(shape, sizes), f"this engine's pool, as {kept}: {told(groups)}"),
+        refused,
         sizes,
         shape.num_nextn_predict_layers,
     )
@@ -164,14 +176,6 @@ def _glm_lines(shape: glm.GlmShape, sizes: Sizes) -> Iterator[str]:
     )
 
 
-def _not_computed(architecture: str) -> Entry:
-    return Entry(
-        UnsupportedModel.__name__,
-        None,
-        f"{architecture} is not in this engine yet; all else is told as if it were",
-    )
-
-
 # --- what this engine can't run, from its files alone ------------------------------------------
 
 
@@ -196,7 +200,8 @@ def _unsupported(path: Path, error: UnsupportedModel, dtype: str) -> Described:
         raise error from None
     architecture = (bare.architectures or ["unnamed"])[0]
     if architecture == glm.ARCHITECTURE:
-        return _glm(str(path), glm.read_shape(config, str(path / "config.json")), dtype)
+        shape = glm.read_shape(config, str(path / "config.json"))
+        return _glm(str(path), architecture, shape, dtype, (refused,))
     size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     return _bare(
         str(path), architecture, bare.vocab_size, bare.max_position_embeddings, size, refused

@@ -159,3 +159,9 @@ def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
     """Turn x, [T, heads, head_dim], by its positions; dimension i pairs with i + head_dim / 2."""
     # rolling by half swaps the halves; the sign of the first is in signed_sin
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), signed_sin)
+
+
+def neighbours_apart(x: Tensor) -> Tensor:
+    """Dimensions (0, 1), (2, 3), .. as (0, 2, .. 1, 3, ..): what `rotate` then turns are the
+    neighbours.  They stay apart, in queries and keys alike, so products are the same."""
+    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)

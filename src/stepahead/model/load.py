@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from stepahead.model.llama import Llama
 from stepahead.model.spec import read_spec
-from stepahead.model.weights import DTypeName, load_model
+from stepahead.model.weights import AnyModel, DTypeName, load_model, load_sparse
 
 
-def load(path: str, dtype: DTypeName, device: str = "cpu") -> Llama:
+def load(path: str, dtype: DTypeName, device: str = "cpu", *, drafts: bool = False) -> AnyModel:
     """The model of a folder or a GGUF file, with its weights on `device`; ModelError if it can't
-    be used."""
-    return load_model(read_spec(path), dtype, device)
+    be used.  `drafts`: with its MTP layer, where it has one."""
+    spec = read_spec(path)
+    if spec.sparse is not None:
+        return load_sparse(spec, dtype, device, drafts=drafts)
+    return load_model(spec, dtype, device)

@@ -14,18 +14,23 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar
 import msgspec
 
 from stepahead.errors import UnsupportedModel, WeightError
+from stepahead.model.sparse import SparseSpec, bytes_per_token, groups_of
+from stepahead.model.sparse_config import SparseConfig, sparse_of
 
 Format = Literal["safetensors", "gguf", "random"]
 RopeScaling = Literal["none", "linear", "llama3", "table"]
 Activation = Literal["silu", "gelu_tanh"]
 
 # Hugging Face's name of an architecture, and the class that computes it.
+_SPARSE = "stepahead.model.glm_moe_dsa:GlmMoeDsa"
 ARCHITECTURES = {
     "LlamaForCausalLM": "stepahead.model.llama:Llama",
     "MistralForCausalLM": "stepahead.model.llama:Llama",
     "Qwen2ForCausalLM": "stepahead.model.llama:Llama",
     "Qwen3ForCausalLM": "stepahead.model.llama:Llama",
     "Gemma3ForCausalLM": "stepahead.model.llama:Llama",
+    "GlmMoeDsaForCausalLM": _SPARSE,
+    "DeepseekV32ForCausalLM": _SPARSE,
 }
 GEMMA = "Gemma3ForCausalLM"
 GEMMA_PERIOD = 6  # every sixth layer sees all, the others a window
@@ -61,6 +66,9 @@ class ModelSpec:
     () where none does; such layers have `window_rope` where it is given.  `post_norms`: what
     attention and MLP give is normed as well.  `norm_offset` is added to the norms' weights as they
     are stored.  `embed_scale` and `attention_scale`: None for 1 and for 1 / sqrt(head_dim).
+
+    `sparse` is there for models with a compressed cache, sparse attention and experts; their cache
+    has one head, and `head_dim` counts the dimensions that rotary positions turn.
     """
 
     architecture: str
@@ -92,6 +100,7 @@ class ModelSpec:
     embed_scale: float | None = None
     attention_scale: float | None = None
     notes: tuple[str, ...] = ()
+    sparse: SparseSpec | None = None
 
     def __post_init__(self) -> None:
         if self.architecture not in ARCHITECTURES:
@@ -120,7 +129,9 @@ class ModelSpec:
 
 
 def kv_bytes_per_token(spec: ModelSpec, dtype_bytes: int) -> int:
-    """Bytes of keys and values that one token position takes, over all layers."""
+    """Bytes that one token position takes in the KV pool, over all layers, without drafts."""
+    if spec.sparse is not None:
+        return bytes_per_token(groups_of(spec.sparse, dtype_bytes))
     return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype_bytes
 
 
@@ -217,6 +228,7 @@ def _read_folder(folder: Path) -> ModelSpec:
             f"model with one of {', '.join(ARCHITECTURES)}"
         )
     config = _decode(file, _Config)
+    sparse, config, sparse_notes = _folder_sparse(file, kinds[0], config)
     _refuse_variants(file, kinds[0], config)
     window, windowed, notes = _folder_window(kinds[0], config)
     rope, window_rope = _folder_ropes(file, kinds[0], config)
@@ -242,7 +254,8 @@ def _read_folder(folder: Path) -> ModelSpec:
         format="safetensors",
         sliding_window=window,
         windowed=windowed,
-        notes=notes,
+        notes=(*notes, *sparse_notes),
+        sparse=sparse,
         **(_gemma_ways(config) if kinds[0] == GEMMA else {}),
     )
 
@@ -260,6 +273,17 @@ def _gemma_ways(config: _Config) -> dict[str, Any]:
         "embed_scale": config.hidden_size**0.5,
         "attention_scale": config.query_pre_attn_scalar**-0.5,
     }
+
+
+def _folder_sparse(
+    file: Path, architecture: str, config: _Config
+) -> tuple[SparseSpec | None, _Config, tuple[str, ...]]:
+    """The spec's `sparse`, the config as the rest is to read it, and notes."""
+    if ARCHITECTURES[architecture] != _SPARSE:
+        return None, config, ()
+    sparse, notes = sparse_of(file, architecture, _decode(file, SparseConfig))
+    shared = {"num_key_value_heads": 1, "head_dim": sparse.rope_dim, "quantization_config": None}
+    return sparse, msgspec.structs.replace(config, **shared), notes
 
 
 def _decode(file: Path, kind: type[_Struct]) -> _Struct:

@@ -22,12 +22,16 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from stepahead.errors import UnsupportedModel, WeightError
+from stepahead.model.fp8 import SCALE, dequantize_into, scales_shape
 from stepahead.model.gguf import GGUFFile, open_gguf
-from stepahead.model.layers import Linear, RMSNorm, pack_linears
+from stepahead.model.glm_moe_dsa import GlmMoeDsa
+from stepahead.model.layers import Linear, RMSNorm, Rope, pack_linears
 from stepahead.model.llama import Llama
+from stepahead.model.sparse_names import sparse_names
 from stepahead.model.spec import ARCHITECTURES, ModelSpec
 
 DTypeName = Literal["float32", "bfloat16"]
+AnyModel = Llama | GlmMoeDsa
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 # Our module names -> Hugging Face's names of the tensors stacked in it.
@@ -100,13 +104,38 @@ def load_model(
     UnsupportedModel for values stored in a way that can't be read.
     """
     model = _without_memory(spec)
-    known = {name for _, _, _, names in _stored(model) for name in names}
+    known = _known(model)
     if cut is not None:
         cut(model)
-    with _open(spec) as source:
+    _read(model, known, dtype, device)
+    return model
+
+
+def load_sparse(
+    spec: ModelSpec, dtype: DTypeName, device: str = "cpu", *, drafts: bool = False
+) -> GlmMoeDsa:
+    """As `load_model`, for a spec with `sparse`.  Without `drafts` the MTP layer stays on disk.
+
+    Weights in fp8 become `dtype`; a router stays in float32.
+    """
+    model = GlmMoeDsa(spec, drafts=True)
+    known = _known(model)
+    if not drafts:
+        model.mtp = None
+    _read(model, known, dtype, device)
+    return model
+
+
+def _known(model: AnyModel) -> set[str]:
+    """The tensors that have a place in the model."""
+    return {name for _, _, _, names in _stored(model) for name in names}
+
+
+def _read(model: AnyModel, known: set[str], dtype: DTypeName, device: str) -> None:
+    with _open(model.spec) as source:
         _fill(model, source, DTYPES[dtype], device)
-        _refuse_unread(spec, source.names() - known)
-    return _ready(model, device)
+        _refuse_unread(model.spec, source.names() - known)
+    _ready(model, device)
 
 
 def random_model(spec: ModelSpec, seed: int, dtype: DTypeName, device: str = "cpu") -> Llama:
@@ -116,12 +145,13 @@ def random_model(spec: ModelSpec, seed: int, dtype: DTypeName, device: str = "cp
     generator = torch.Generator().manual_seed(seed)
     for module, name, parameter in _parameters(model):
         value = torch.ones(parameter.shape)
-        if parameter.ndim == 2:
-            value.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
+        if parameter.ndim > 1:
+            value.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
         elif name == "bias":
             value.normal_(0.0, 0.1, generator=generator)
-        _assign(module, name, value.to(device, DTYPES[dtype]))
-    return _ready(model, device)
+        _assign(module, name, value.to(device, _kept_as(module, DTYPES[dtype])))
+    _ready(model, device)
+    return model
 
 
 def _without_memory(spec: ModelSpec) -> Llama:
@@ -129,16 +159,17 @@ def _without_memory(spec: ModelSpec) -> Llama:
     return getattr(importlib.import_module(module), name)(spec)
 
 
-def _ready(model: Llama, device: str) -> Llama:
+def _ready(model: AnyModel, device: str) -> None:
     if model.spec.tied_head and isinstance(model.head, Linear):
         model.head.weight = model.embed.weight
-    for rope in (model.rope, model.window_rope):
-        rope.to(device)  # the only tensors that are neither read nor drawn
+    for module in model.modules():
+        if isinstance(module, Rope):
+            module.to(device)  # its tables alone are neither read nor drawn
     pack_linears(model)
-    return model.eval()
+    model.eval()
 
 
-def _parameters(model: Llama) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+def _parameters(model: AnyModel) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
     """(module, parameter name, parameter) of all that has weights of its own."""
     for module in list(model.modules()):
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -150,25 +181,36 @@ def _assign(module: nn.Module, name: str, value: Tensor) -> None:
     setattr(module, name, nn.Parameter(value, requires_grad=False))
 
 
-def _stored(model: Llama) -> Iterator[tuple[nn.Module, str, nn.Parameter, list[str]]]:
+def _stored(model: AnyModel) -> Iterator[tuple[nn.Module, str, nn.Parameter, list[str]]]:
     """As `_parameters`, each with the names of the tensors that are stacked in it."""
     paths = {module: path for path, module in model.named_modules()}
+    sparse = model.spec.sparse
     for module, name, parameter in _parameters(model):
-        parts = _hugging_face_names(paths[module], model.spec)
-        yield module, name, parameter, [f"{part}.{name}" for part in parts]
+        if sparse is not None:
+            parts = len(module.parts) if isinstance(module, Linear) else 1
+            names = sparse_names(sparse, paths[module], name, parts)
+        else:
+            names = (f"{part}.{name}" for part in _hugging_face_names(paths[module], model.spec))
+        yield module, name, parameter, list(names)
 
 
-def _fill(model: Llama, source: WeightSource, dtype: torch.dtype, device: str) -> None:
+def _fill(model: AnyModel, source: WeightSource, dtype: torch.dtype, device: str) -> None:
     for module, name, parameter, parts in _stored(model):
-        rows = module.parts if isinstance(module, Linear) else (parameter.shape[0],)
         offset = model.spec.norm_offset if isinstance(module, RMSNorm) else 0.0
         # 1 + weight would lose most of a bfloat16 weight
-        value = torch.empty(
-            parameter.shape, dtype=torch.float32 if offset else dtype, device=device
+        kept_as = torch.float32 if offset else _kept_as(module, dtype)
+        value = torch.empty(parameter.shape, dtype=kept_as, device=device)
+        flat = value.flatten(0, -2) if value.ndim > 1 else value
+        rows = (
+            module.parts if isinstance(module, Linear) else [len(flat) // len(parts)] * len(parts)
         )
-        for part, target in zip(parts, value.split(rows), strict=True):
+        for part, target in zip(parts, flat.split(rows), strict=True):
             source.copy_into(part, target)
         _assign(module, name, value.add_(offset) if offset else value)
+
+
+def _kept_as(module: nn.Module, dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if getattr(module, "keeps_float32", False) else dtype
 
 
 def _hugging_face_names(path: str, spec: ModelSpec) -> tuple[str, ...]:
@@ -195,7 +237,8 @@ def _open(spec: ModelSpec) -> contextlib.AbstractContextManager[WeightSource]:
     if spec.format == "gguf":
         return contextlib.nullcontext(_GGUFSource(spec, open_gguf(Path(spec.path))))
     if spec.format == "safetensors":
-        return _open_folder(Path(spec.path))
+        block = None if spec.sparse is None else spec.sparse.weight_block
+        return _open_folder(Path(spec.path), block)
     raise UnsupportedModel(
         f"{spec.path or 'the spec'}: format '{spec.format}' has no files to load"
     )
@@ -213,15 +256,29 @@ def _check_shape(file: Path, name: str, shape: tuple[int, ...], target: Tensor) 
 
 
 class _FolderSource:
-    """The tensors of one or several safetensors files, kept open as memory maps."""
+    """The tensors of one or several safetensors files, kept open as memory maps.
 
-    def __init__(self, folder: Path, files: dict[Path, safe_open], homes: dict[str, Path]) -> None:
+    A tensor is quantised if it is in fp8 and has a scale beside it, whatever the config says of it;
+    `block` is how much of it shares a scale, None where the config knows of no quantisation.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        files: dict[Path, safe_open],
+        homes: dict[str, Path],
+        block: tuple[int, int] | None,
+    ) -> None:
         self._folder = folder
         self._files = files
         self._homes = homes
+        self._block = block
 
     def names(self) -> set[str]:
-        return set(self._homes)
+        return {name for name in self._homes if not self._is_scale(name)}
+
+    def _is_scale(self, name: str) -> bool:
+        return name.endswith(SCALE) and name.removesuffix(SCALE) in self._homes
 
     def copy_into(self, name: str, target: Tensor) -> None:
         if name not in self._homes:
@@ -229,12 +286,16 @@ class _FolderSource:
                 f"{self._folder}: tensor '{name}' is missing, expected with shape "
                 f"{list(target.shape)}; download the folder again"
             )
-        file = self._homes[name]
-        try:
-            value = self._files[file].get_tensor(name)
-        except SafetensorError as error:
-            raise WeightError(f"{file}: tensor '{name}' can't be read: {error}") from error
+        file, value = self._tensor(name)
         _check_shape(file, name, tuple(value.shape), target)
+        if self._block is not None and value.dtype == torch.float8_e4m3fn:
+            dequantize_into(target, value, self._scales(name, value, self._block), self._block)
+            return
+        if name + SCALE in self._homes:
+            raise UnsupportedModel(
+                f"{file}: tensor '{name}' has a scale and is stored as {value.dtype}, expected "
+                "float8_e4m3fn and quantization_config in config.json; use the float model"
+            )
         if value.dtype.itemsize == 1 or not value.is_floating_point():
             raise UnsupportedModel(
                 f"{file}: tensor '{name}' is stored as {value.dtype}, expected float16, bfloat16 "
@@ -242,9 +303,33 @@ class _FolderSource:
             )
         target.copy_(value)
 
+    def _tensor(self, name: str) -> tuple[Path, Tensor]:
+        file = self._homes[name]
+        try:
+            return file, self._files[file].get_tensor(name)
+        except SafetensorError as error:
+            raise WeightError(f"{file}: tensor '{name}' can't be read: {error}") from error
+
+    def _scales(self, name: str, value: Tensor, block: tuple[int, int]) -> Tensor:
+        scale = name + SCALE
+        if scale not in self._homes:
+            raise WeightError(
+                f"{self._homes[name]}: tensor '{name}' is stored as {value.dtype}, and its scale "
+                f"'{scale}' is missing; download the folder again"
+            )
+        file, scales = self._tensor(scale)
+        expected = scales_shape(tuple(value.shape), block) if value.ndim == 2 else None
+        if list(scales.shape) != expected:
+            raise WeightError(
+                f"{file}: tensor '{scale}' has shape {list(scales.shape)}, expected {expected}: "
+                f"one for each block of {block[0]} by {block[1]}; the config does not belong to "
+                "these weights"
+            )
+        return scales
+
 
 @contextlib.contextmanager
-def _open_folder(folder: Path) -> Generator[_FolderSource]:
+def _open_folder(folder: Path, block: tuple[int, int] | None = None) -> Generator[_FolderSource]:
     homes = _homes(folder)
     with contextlib.ExitStack() as stack:
         files: dict[Path, safe_open] = {}
@@ -257,7 +342,7 @@ def _open_folder(folder: Path) -> Generator[_FolderSource]:
         for name, file in homes.items():
             if name not in set(files[file].keys()):
                 raise WeightError(f"{file}: tensor '{name}' is missing, the index expects it here")
-        yield _FolderSource(folder, files, homes)
+        yield _FolderSource(folder, files, homes, block)
 
 
 def _homes(folder: Path) -> dict[str, Path]:
