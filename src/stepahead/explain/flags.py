@@ -74,9 +74,11 @@ VLLM: tuple[Flag, ...] = (
     _no("long prompts always run in chunks", "--enable-chunked-prefill", takes="nothing"),
     _no("long prompts always run in chunks", "--no-enable-chunked-prefill", takes="nothing"),
     _no("the runner has a process of its own", "--distributed-executor-backend"),
-    _no("no embedding models here yet", "--runner"),
-    _no("no embedding models here yet", "--convert"),
-    _no("no embedding models here yet", "--task"),
+    _no("no models that only embed; /v1/embeddings pools the states of the one served", "--runner"),
+    _no(
+        "no models that only embed; /v1/embeddings pools the states of the one served", "--convert"
+    ),
+    _no("no models that only embed; /v1/embeddings pools the states of the one served", "--task"),
     _no("KV is kept in dtype", "--kv-cache-dtype"),
     _no("no quantised weights but GGUF's", "--quantization", "-q"),
     _no("prefill and decode share an engine", "--kv-transfer-config", takes="json"),
@@ -155,7 +157,11 @@ SGLANG: tuple[Flag, ...] = (
     _no("prefill and decode share an engine", "--enable-pdmux", takes="nothing"),
     _no("no recurrent caches", "--mamba-radix-cache-strategy", "--mamba-scheduler-strategy"),
     _no("no diffusion models", "--dllm-algorithm"),
-    _no("no embedding models here yet", "--is-embedding", takes="nothing"),
+    _no(
+        "no models that only embed; /v1/embeddings pools the states of the one served",
+        "--is-embedding",
+        takes="nothing",
+    ),
     _no("each request asks for itself", "--enable-return-hidden-states", takes="nothing"),
     _no("KV is kept in dtype", "--kv-cache-dtype"),
     _no("no quantised weights but GGUF's", "--quantization"),
