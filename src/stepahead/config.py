@@ -21,6 +21,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "fence": ("fine", "coarse"),
     "dtype": ("float32", "bfloat16"),
     "metric_names": ("stepahead", "vllm", "sglang"),
+    "draft": ("none", "ngram"),
 }
 
 
@@ -41,6 +42,8 @@ MAX_STAGES = 7  # so that the queue holds a step for each, and one more
 RELAYS = {"serial": "host", "overlap": "slot", "batch-queue": "row"}
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 MAX_ROWS = 1024
+MAX_DRAFTS = 6
+DRAFTS = 3  # of a row in a step, if nothing is said
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,9 @@ class EngineConfig:
     num_pages        pages in the KV pool, or
     kv_memory_gb     its size in GiB
     prefix_cache     keep finished pages for prompts that begin alike
+    draft            who proposes tokens for the model to check, several in one step: none, or ngram
+                     (what followed the last tokens where they came before)
+    draft_tokens     most drafts of a row in one step
     seed             keys the noise of requests that bring no seed of their own
     threads          threads of the runner
     debug            check the scheduler's invariants at every step
@@ -106,6 +112,8 @@ class EngineConfig:
     num_pages: int | None = None
     kv_memory_gb: float | None = None
     prefix_cache: bool = True
+    draft: str = "none"
+    draft_tokens: int | None = None
     seed: int = 0
     threads: int | None = None
     debug: bool = False
@@ -135,6 +143,13 @@ class EngineConfig:
         return "row" if self.steps_ahead > self.pipeline_stages else "host"
 
     @property
+    def step_width(self) -> int:
+        """Positions of a decode row in a step: its last token, and drafts."""
+        if self.draft == "none":
+            return 1
+        return 1 + (DRAFTS if self.draft_tokens is None else self.draft_tokens)
+
+    @property
     def num_slots(self) -> int:
         """Slots on the device: slot 0 is padding, and D-1 batches' worth are spare."""
         return 1 + self.max_rows * self.steps_ahead
@@ -152,6 +167,8 @@ ALIASES = {
     "enable_prefix_caching": "prefix_cache",
     "num_gpu_blocks_override": "num_pages",
     "random_seed": "seed",
+    "num_speculative_tokens": "draft_tokens",
+    "speculative_num_steps": "draft_tokens",
 }
 
 
@@ -227,6 +244,7 @@ def _check_rest(config: EngineConfig) -> None:
     if config.device == "hostile" and config.executor != "inline":
         raise ConfigError("device=hostile runs in this process only; use executor=inline")
     _check_stages(config)
+    _check_drafts(config)
 
 
 def _check_stages(config: EngineConfig) -> None:
@@ -243,6 +261,23 @@ def _check_stages(config: EngineConfig) -> None:
         raise ConfigError(
             f"pipeline_stages={stages} with device={config.device}: stages run on device=cpu only "
             "for now"
+        )
+
+
+def _check_drafts(config: EngineConfig) -> None:
+    count = config.draft_tokens
+    if config.draft == "none":
+        if count is not None:
+            raise ConfigError(f"draft_tokens={count}, but nothing drafts; give draft=ngram")
+        return
+    if count is not None and (
+        isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_DRAFTS
+    ):
+        raise ConfigError(f"draft_tokens={str(count)[:40]}; give a whole number up to {MAX_DRAFTS}")
+    if config.pipeline_stages > 1:
+        raise ConfigError(
+            f"draft={config.draft} with pipeline_stages={config.pipeline_stages}: drafts need the "
+            "model in one piece for now; use draft=none or pipeline_stages=1"
         )
 
 
@@ -312,6 +347,7 @@ def resolve(
         depth=_settle_depth(config, reasons),
         num_pages=pages,
         max_step_tokens=_settle_budget(config, reasons),
+        draft_tokens=_settle_drafts(config, reasons),
         threads=_settle_threads(config, reasons),
     )
     return Resolved(settled, facts, tuple(reasons))
@@ -334,10 +370,19 @@ def _settle_depth(config: EngineConfig, reasons: list[str]) -> int:
 
 
 def _settle_budget(config: EngineConfig, reasons: list[str]) -> int:
-    if config.max_step_tokens < config.max_rows:
+    most = config.max_rows * config.step_width
+    if config.max_step_tokens < most:
         # else decoding rows could keep a prompt waiting for as long as they run
-        reasons.append(f"max_step_tokens={config.max_rows}: every row of max_rows must fit a step")
-    return max(config.max_step_tokens, config.max_rows)
+        drafts = "" if config.step_width == 1 else ", drafts included"
+        reasons.append(f"max_step_tokens={most}: every row of max_rows must fit a step{drafts}")
+    return max(config.max_step_tokens, most)
+
+
+def _settle_drafts(config: EngineConfig, reasons: list[str]) -> int | None:
+    if config.draft == "none" or config.draft_tokens is not None:
+        return config.draft_tokens
+    reasons.append(f"draft_tokens={DRAFTS}: what draft={config.draft} proposes if nothing is said")
+    return DRAFTS
 
 
 def _settle_threads(config: EngineConfig, reasons: list[str]) -> int:

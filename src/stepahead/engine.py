@@ -82,6 +82,7 @@ def limits_of(resolved: Resolved) -> Limits:
         serial_prefill=config.serial_prefill,
         stages=config.pipeline_stages,
         turns=min(config.pipeline_stages, config.steps_ahead),
+        width=config.step_width,
         debug=config.debug,
     )
 
@@ -263,7 +264,8 @@ class Engine:
         if outputs is None:
             return
         log = self.observer.requests
-        log.delivered(outputs.rids, outputs.first)
+        requests = outputs.rids if outputs.requests is None else outputs.requests
+        log.delivered(requests, outputs.first, len(outputs.rids) - len(requests))
         for finish in outputs.finishes:
             log.ended(finish.rid, finish.reason, len(finish.tokens))
 

@@ -262,7 +262,9 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, eq=False):
 class Outputs(msgspec.Struct, frozen=True, eq=False):
     """What one retired step gives to clients, in columns: `tokens[i]` belongs to `rids[i]`.
 
-    `rids` int64[n], `tokens` int32[n].  `first` lists requests whose first token this is.
+    `rids` int64[n], `tokens` int32[n].  `first` lists requests whose first token this is.  Under
+    drafts a request may have several tokens, next to each other; then `requests` int64[m] has each
+    once.
     """
 
     step: int
@@ -273,6 +275,16 @@ class Outputs(msgspec.Struct, frozen=True, eq=False):
     logprobs: LogprobRows | None = None
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     hidden: HiddenRows | None = None
+    requests: np.ndarray | None = None
+
+
+class DraftCounts(msgspec.Struct, frozen=True):
+    """What came of drafts since the start: rows of steps that were checked, drafts proposed for
+    them, and of those that were right how many stood first, second, .. in their row."""
+
+    rows: int = 0
+    proposed: int = 0
+    accepted_at: tuple[int, ...] = ()
 
 
 class Load(msgspec.Struct, frozen=True):

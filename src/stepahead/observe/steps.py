@@ -109,7 +109,7 @@ class StepLog:
             kind,
             rows,
             chunk_tokens,
-            len(result.tokens),
+            result.samples,
             flights,
             -1 if awaited is None else _INDEX[awaited],
             plan_ns,
