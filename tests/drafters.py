@@ -36,7 +36,7 @@ def learn(truth: dict[Key, list[int]]) -> None:
 
 
 class Knowing:
-    """Knows each slot's sequence to its end.  Of 16 drafts `right` are right; `gaps` of 16 rows have
+    """Knows each slot's sequence to its end.  Of 16 drafts `right` are right; of 16 rows `gaps` have
     fewer drafts than they may."""
 
     right, gaps = 16, 0

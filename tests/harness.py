@@ -422,7 +422,15 @@ def replay(
     for ask in work.asks:
         print(ask)
     device = given.device, given.device_seed
-    how = given.fence, given.mode, given.fail_at, given.model, given.stages, given.draft, given.drafts
+    how = (
+        given.fence,
+        given.mode,
+        given.fail_at,
+        given.model,
+        given.stages,
+        given.draft,
+        given.drafts,
+    )
     variant = Variant(given.loop, *device, given.depth, *how)
     oracle = Variant(device="paper" if given.device == "paper" else "cpu")
     lines = differences(player(work, oracle), player(work, variant), compare)

@@ -6,12 +6,10 @@ Knows no torch and no model files: what it must know of the model comes as `Mode
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from stepahead import machine
 from stepahead.errors import ConfigError, NotEnoughMemory
 
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -336,7 +334,7 @@ def resolve(
     """
     _check(config)
     reasons: list[str] = []
-    available = _device_memory(config.device) if bytes_available is None else bytes_available
+    available = machine.device_memory(config.device) if bytes_available is None else bytes_available
     _check_cut(config, facts)
     length = _settle_length(config, facts, reasons)
     pages = _settle_pages(config, facts, length, available, reasons)
@@ -386,7 +384,7 @@ def _settle_drafts(config: EngineConfig, reasons: list[str]) -> int | None:
 
 
 def _settle_threads(config: EngineConfig, reasons: list[str]) -> int:
-    cores, stages = _cores(), config.pipeline_stages
+    cores, stages = machine.cores(), config.pipeline_stages
     if config.threads is None and stages > 1:
         share = max(1, cores // stages)
         reasons.append(f"threads={share}: the {cores} cores, shared by {stages} stages")
@@ -397,11 +395,6 @@ def _settle_threads(config: EngineConfig, reasons: list[str]) -> int:
     if config.threads > 4 * cores:
         raise ConfigError(f"threads={config.threads}; there are {cores} cores, give {cores} or so")
     return config.threads
-
-
-def _cores() -> int:
-    # what this process may use, which in a container is less than the machine has
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _settle_length(config: EngineConfig, facts: ModelFacts, reasons: list[str]) -> int:
@@ -464,74 +457,3 @@ def _table_bytes(config: EngineConfig, length: int) -> int:
     """Page tables: an int32 on the host and an int64 on each stage for each page of each slot."""
     entries = config.num_slots * -(-length // config.page_size)
     return entries * (4 + 8 * config.pipeline_stages)
-
-
-def _device_memory(device: str) -> int:
-    return gpu_memory_available() if device == "cuda" else memory_available()
-
-
-def gpu_memory_available() -> int:
-    """Bytes free on the GPU that `device=cuda` will use: the first of CUDA_VISIBLE_DEVICES, or of
-    the machine.  ConfigError where there is none.
-
-    Asked of nvidia-smi, because torch would make a context on the GPU in this process.  CUDA and
-    nvidia-smi may number unlike GPUs differently unless CUDA_DEVICE_ORDER=PCI_BUS_ID is set.
-    """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and not visible.strip():
-        raise ConfigError(
-            "device=cuda, but CUDA_VISIBLE_DEVICES is empty and hides every GPU; name one there, "
-            "or use device=cpu"
-        )
-    which = ["--id=" + visible.split(",")[0].strip()] if visible else []
-    words = _ask_nvidia_smi([*which, "--query-gpu=memory.free", "--format=csv,noheader,nounits"])
-    first = words.splitlines()[0].strip() if words.strip() else ""
-    if first.startswith("["):  # [N/A]: a GPU that shares the machine's memory
-        return memory_available()
-    if not first.isdigit():
-        raise ConfigError(
-            f"device=cuda, but nvidia-smi tells of no GPU ({first[:80]!r} as free memory); check "
-            "that `nvidia-smi` lists one, or use device=cpu"
-        )
-    return int(first) << 20
-
-
-def _ask_nvidia_smi(arguments: list[str]) -> str:
-    """What it prints; ConfigError where it is missing, fails or hangs."""
-    try:
-        answer = subprocess.run(
-            ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=30, check=False
-        )
-    except FileNotFoundError:
-        raise ConfigError(
-            "device=cuda, but there is no nvidia-smi on PATH to ask for the GPU's memory; install "
-            "NVIDIA's driver, or use device=cpu"
-        ) from None
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(
-            f"device=cuda, but nvidia-smi can't be asked for the GPU's memory ({error}); run it by "
-            "hand, or use device=cpu"
-        ) from error
-    if answer.returncode != 0:
-        said = (answer.stderr.strip() or answer.stdout.strip() or "nothing").splitlines()[0]
-        raise ConfigError(
-            f"device=cuda, but nvidia-smi finds no GPU to use; it said: {said[:200]}; check "
-            "CUDA_VISIBLE_DEVICES and the driver, or use device=cpu"
-        )
-    return answer.stdout
-
-
-def memory_available() -> int:
-    """Bytes of memory that can be had without swapping, on the machine and in this container."""
-    import psutil
-
-    return min(int(psutil.virtual_memory().available), _container_memory())
-
-
-def _container_memory(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes left below this control group's limit; a very large number where there is none."""
-    try:
-        limit, used = (root / name for name in ("memory.max", "memory.current"))
-        return max(0, int(limit.read_text()) - int(used.read_text()))
-    except (OSError, ValueError):  # no control groups, or the limit is the word "max"
-        return 1 << 62
