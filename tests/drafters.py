@@ -16,6 +16,7 @@ from torch import Tensor
 
 from stepahead.plan import Join
 from stepahead.runner.draft import Brought, Upload
+from stepahead.runner.slots import SlotState
 from stepahead.runner.spec import RunnerSpec
 from stepahead.types import SamplingParams
 
@@ -36,12 +37,12 @@ def learn(truth: dict[Key, list[int]]) -> None:
 
 
 class Knowing:
-    """Knows each slot's sequence to its end.  Of 16 drafts `right` are right; of 16 rows `gaps` have
-    fewer drafts than they may."""
+    """Knows each slot's sequence to its end.  Of 16 drafts `right` are right; of 16 rows `gaps`
+    have fewer drafts than they may."""
 
     right, gaps = 16, 0
 
-    def __init__(self, spec: RunnerSpec, place: torch.device) -> None:
+    def __init__(self, spec: RunnerSpec, slots: SlotState, model: object) -> None:
         self._drafts = spec.draft_tokens
         self._length = spec.max_pages * spec.page_size + self._drafts + 1
         self._tokens_dev = torch.zeros((spec.num_slots, self._length), dtype=torch.int64)

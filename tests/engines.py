@@ -186,7 +186,10 @@ def inline(settled: Resolved, variant: Variant = ORACLE) -> Executor:
     modes = HostileModes(**MODES[variant.mode], fail_at=variant.fail_at or None)
     device = HostileDevice(spec.device_seed, spec.depth, modes)
     model = (CapturedToy if variant.model == "captured" else ToyModel)(**spec.options)
-    return InlineExecutor(Runner(model, device, spec, model.vocab_size))
+    runner = Runner(model, device, spec, model.vocab_size)
+    if variant.model == "captured" and runner._verifier is not None:
+        runner._verifier.skips = False  # as on an accelerator
+    return InlineExecutor(runner)
 
 
 class Shapes:

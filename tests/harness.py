@@ -287,18 +287,18 @@ def play(work: Workload, variant: Variant = ORACLE) -> Run:
 
 
 def play_drafted(work: Workload, variant: Variant) -> Run:
-    """As `play`, where the drafter knows what the oracle answers."""
-    if variant.draft:
+    """As `play`; a run without drafts teaches the drafters of `drafters` its answers."""
+    run = play(work, variant)
+    if not variant.draft:
         from drafters import key, learn
 
-        oracle = play(work)
         learn(
             {
                 key(one.seed, choice, work.asks[ask].prompt, work.asks[ask].params): one.tokens
-                for (ask, choice), one in oracle.told.items()
+                for (ask, choice), one in run.told.items()
             }
         )
-    return play(work, variant)
+    return run
 
 
 # --- comparing ------------------------------------------------------------------------------

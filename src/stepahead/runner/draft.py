@@ -14,11 +14,11 @@ from importlib import import_module
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from stepahead.model.batch import StepInputs
 from stepahead.plan import Join
+from stepahead.runner.inputs import StagedStep
+from stepahead.runner.slots import SlotState
 from stepahead.runner.spec import RunnerSpec
 
 Upload = Callable[[np.ndarray], Tensor]
@@ -34,9 +34,8 @@ class Brought:
     owners_dev     int64[r], the slot of each sampled position, r = n * width + chunks
     positions_dev  int64[r], where the token sampled there stands
     tokens_dev     int64[r], that token; negative where it does not count
-    most           an upper bound of `ends_dev`, known to the host
-    inputs         what the model was given, None where its step was captured
-    states_dev     [T, hidden] that it gave
+    step           what the host staged: rows, chunks, bounds
+    states_dev     [T, hidden] of the step's positions, the decode rows' first
     """
 
     slots_dev: Tensor
@@ -44,8 +43,7 @@ class Brought:
     owners_dev: Tensor
     positions_dev: Tensor
     tokens_dev: Tensor
-    most: int
-    inputs: StepInputs | None
+    step: StagedStep
     states_dev: Tensor
 
 
@@ -65,10 +63,10 @@ class Drafter(Protocol):
         ...
 
 
-def build_drafter(spec: RunnerSpec, place: torch.device) -> Drafter:
-    """The drafter that the spec names."""
+def build_drafter(spec: RunnerSpec, slots: SlotState, model: Any) -> Drafter:
+    """The drafter that the spec names; it may share the slots' page tables, and the model."""
     module, function = spec.drafter.split(":")
-    return getattr(import_module(module), function)(spec, place)
+    return getattr(import_module(module), function)(spec, slots, model)
 
 
 class Rejections:

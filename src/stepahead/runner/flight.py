@@ -10,7 +10,6 @@ import numpy as np
 from torch import Tensor
 
 from stepahead.device.base import Event, HostArray
-from stepahead.model.batch import StepInputs
 from stepahead.plan import NO_INTS, PromptRows, Result
 from stepahead.runner.arrival import Arrival
 from stepahead.runner.hidden import HiddenDownload
@@ -25,8 +24,8 @@ T = TypeVar("T")
 @dataclass
 class StepBox:
     """What a step's operations leave for each other on the device; filled on the forward stream.
-    `arrived` holds the hidden states that another stage has left, if one had to; `asked` and
-    `inputs` what the model was asked under drafts."""
+    `arrived` holds the hidden states that another stage has left, if one had to; `asked`:
+    what the model is asked under drafts."""
 
     arrived: list[Tensor] = field(default_factory=list)
     states_dev: Tensor | None = None
@@ -36,7 +35,6 @@ class StepBox:
     logprobs: LogprobTensors | None = None
     prompts: list[LogprobTensors] = field(default_factory=list)
     asked: Asked | None = None
-    inputs: StepInputs | None = None
 
 
 def made(value: T | None) -> T:

@@ -84,13 +84,15 @@ def build_inputs(step: StagedStep, slots: SlotState, relay: Relay, page_size: in
 def with_chunks(
     inputs: StepInputs, step: StagedStep, slots: SlotState, page_size: int
 ) -> StepInputs:
-    """The step's decode rows and, behind them, its prompt positions."""
+    """The step's decode rows and, behind them, its prompt positions, wherever those begin now."""
     if step.chunk_tokens_dev is None:
         return inputs
     token, owner, position = step.chunk_tokens_dev
     cells = cells_of(slots, owner, position, page_size)
+    # fewer decode positions may be computed than the host knows of
+    moved = inputs.n_decode - (step.chunks[0][1] if step.chunks else 0)
     chunks = tuple(
-        ChunkRow(first, count, end, slots.pages_dev[slot, : -(-end // page_size)])
+        ChunkRow(first + moved, count, end, slots.pages_dev[slot, : -(-end // page_size)])
         for slot, first, count, end in step.chunks
     )
     return replace(

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from stepahead.plan import Join
 from stepahead.runner.draft import NONE, Brought, Upload
+from stepahead.runner.slots import SlotState
 from stepahead.runner.spec import RunnerSpec
 
 LONGEST = 4  # tokens that are looked for, at most
@@ -37,11 +38,11 @@ class NgramDrafter:
     """`tokens_dev` int32[slots, positions]: what the host or the model has said so far.  Slot 0,
     padding, takes what is for nobody."""
 
-    def __init__(self, spec: RunnerSpec, place: torch.device) -> None:
+    def __init__(self, spec: RunnerSpec, slots: SlotState, model: object) -> None:
         self._drafts = spec.draft_tokens
         self._length = spec.max_pages * spec.page_size + 1
         shape = (spec.num_slots, self._length)
-        self.tokens_dev = torch.zeros(shape, dtype=torch.int32, device=place)
+        self.tokens_dev = torch.zeros(shape, dtype=torch.int32, device=slots.length_dev.device)
 
     def stage(self, joins: Sequence[Join], upload: Upload) -> _Entering:
         """As in Drafter."""
@@ -59,7 +60,7 @@ class NgramDrafter:
         counts = brought.tokens_dev >= 0
         cells = brought.owners_dev * self._length + brought.positions_dev
         self._write(cells * counts, brought.tokens_dev)
-        width = min(brought.most + 1, self._length)
+        width = min(brought.step.most + 1, self._length)
         known = self.tokens_dev[:, :width].index_select(0, brought.slots_dev)
         return lookup(known, brought.ends_dev, self._drafts)
 

@@ -52,7 +52,7 @@ from stepahead.runner.sampler import SampleGroup, sample
 from stepahead.runner.slots import SlotState
 from stepahead.runner.spec import RunnerSpec
 from stepahead.runner.stage import Staged, StagedChanges, Stager
-from stepahead.runner.verify import Answers, Verifier
+from stepahead.runner.verify import Answers, Asked, Verifier
 from stepahead.sync import Sync, SyncReason
 
 
@@ -108,7 +108,7 @@ class Runner:
         # nothing of its own is in the air when a row ends whose tokens the host brings
         ahead = spec.depth > spec.stages
         eos_dev = eos_table(spec.eos_ids, vocab_size, place) if ahead else None
-        drafter = build_drafter(spec, place) if spec.drafter else None
+        drafter = build_drafter(spec, self._slots, model) if spec.drafter else None
         self._verifier = (
             Verifier(self._slots, self._relay, drafter, spec.page_size) if drafter else None
         )
@@ -332,10 +332,13 @@ class Runner:
                 inputs = build_inputs(step, self._slots, self._relay, self._spec.page_size)
             else:
                 box.asked = verifier.ask(step)
-                inputs = box.inputs = verifier.inputs(step, box.asked)
+                inputs = verifier.inputs(step, box.asked)
             if box.arrived:
                 inputs = replace(inputs, states_dev=box.arrived.pop())
-            box.states_dev = self._model(inputs, self._kv)
+            states = self._model(inputs, self._kv)
+            if verifier is not None:
+                states = verifier.spread(made(box.asked), states)
+            box.states_dev = states
 
     def _pass_on(
         self, hand_over: HandOver, sampled: Sampled | None, staged: Staged, box: StepBox
@@ -349,7 +352,7 @@ class Runner:
         self._take_over(staged.changes)
         if self._verifier is None:
             return self._relay.resolve(staged.inputs.route)
-        box.asked = self._verifier.ask(staged.inputs)
+        box.asked = self._verifier.ask(staged.inputs, captured=True)
         return box.asked.tokens_dev
 
     def _take_over(self, changes: StagedChanges) -> None:
@@ -388,7 +391,7 @@ class Runner:
             states = states[step.sampled_dev]
         if group.hidden_rows_dev is not None:
             box.hidden_dev = states[group.hidden_rows_dev].float()
-        logits = self._model.logits(states) if logits is None else logits
+        logits = self._logits(states, box.asked) if logits is None else logits
         wanted = group.logprob_rows_dev
         # a copy: sampling changes logits in place
         raw = None if wanted is None else logits[wanted]
@@ -402,13 +405,21 @@ class Runner:
         if wanted is not None and raw is not None:
             box.logprobs = describe(raw, tokens[wanted], group.logprob_width)
         if verifier is not None:
-            answers = Answers(tokens, positions, box.inputs, given)
+            answers = Answers(tokens, positions, given)
             return self._take_runs(verifier, staged, box, answers)
         self._relay.stash(slots_dev, tokens)
         if self._hand_over is not None:
             self._hand_over.give_back(staged.step, tokens)
         self._bury(group, slots_dev, tokens, positions)
         return tokens
+
+    def _logits(self, states: Tensor, asked: Asked | None) -> Tensor:
+        """float32[r, vocab] for states [r, hidden]; zeros of those that were not computed."""
+        verifier = self._verifier
+        if verifier is None or asked is None:
+            return self._model.logits(states)
+        computed = self._model.logits(verifier.computed(asked, states))
+        return verifier.spread(asked, computed)
 
     def _take_runs(
         self, verifier: Verifier, staged: Staged, box: StepBox, answers: Answers
@@ -418,7 +429,7 @@ class Runner:
         if group.penalised is not None:
             rows, owners = group.penalised.rows_dev, group.penalised.counts_dev
             self._counts.count_where(owners, answers.tokens_dev[rows], tokens[rows] >= 0)
-        box.asked = box.inputs = None
+        box.asked = None
         return tokens
 
     def _bury(

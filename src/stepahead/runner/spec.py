@@ -23,8 +23,8 @@ class RunnerSpec:
     stages     parts that the model is cut into; this runner has part `stage`
     step_tokens  most positions computed in a step
     state_bytes  of one of them, as a stage hands it to the next
-    drafter    "module:function" that is called with this and the device's place, and returns the
-               drafter; "" for none
+    drafter    "module:function" that is called with this, the slots' state and the model, and
+               returns the drafter; "" for none
     draft_tokens  most drafts of a row in a step, 0 without a drafter
     """
 

@@ -13,12 +13,13 @@ there, writes over it before anybody reads it.  Only the device knows how far a 
 
 **Open positions.**  A position is closed where it has no draft, where it lies behind the row's
 limit, or where the row is dead: it sits in slot 0 then, writes to the padding page, reads one cell,
-and nothing of it counts.
+and nothing of it counts.  On the CPU, where looking at them costs nothing, closed positions are not
+computed at all; what they would have left is zeros.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -42,12 +43,14 @@ class Asked:
     first_dev   int64[n], where the first of them stands
     seats_dev   int64[n, width], the slots whose pages they go by; 0 where they are closed
     open_dev    bool[n, width]
+    kept_dev    int64[t], which of them are computed, None for all
     """
 
     tokens_dev: Tensor
     first_dev: Tensor
     seats_dev: Tensor
     open_dev: Tensor
+    kept_dev: Tensor | None = None
 
     @property
     def positions_dev(self) -> Tensor:
@@ -73,8 +76,13 @@ def verify_inputs(
     """What the model is given for them, contexts up to `most`: a decode row for each position."""
     seats = asked.seats_dev.view(-1)
     positions = (asked.positions_dev * asked.open_dev).view(-1)
+    tokens = (asked.tokens_dev * asked.open_dev).view(-1)
+    if (kept := asked.kept_dev) is not None:
+        seats, positions, tokens = seats[kept], positions[kept], tokens[kept]
+        bounds = (positions + 1).numpy()  # on the CPU they are known
+        most = int(bounds.max(initial=0))
     return StepInputs(
-        token_ids_dev=(asked.tokens_dev * asked.open_dev).view(-1),
+        token_ids_dev=tokens,
         positions_dev=positions,
         cells_dev=cells_of(slots, seats, positions, page_size),
         n_decode=len(seats),
@@ -112,12 +120,11 @@ def accept(asked: Asked, sampled_dev: Tensor, ends_dev: Tensor) -> Run:
 
 @dataclass(frozen=True)
 class Answers:
-    """What the model was given and said, as in `Brought`, and what was sampled of it: `tokens_dev`
-    int64[r], which will stand at `positions_dev` int64[r]."""
+    """What was sampled, `tokens_dev` int64[r], to stand at `positions_dev` int64[r]; and what of,
+    `states_dev` as in `Brought`."""
 
     tokens_dev: Tensor
     positions_dev: Tensor
-    inputs: StepInputs | None
     states_dev: Tensor
 
 
@@ -125,6 +132,7 @@ class Verifier:
     """Asks the model, and takes in what it said.  All of it runs on the forward stream."""
 
     def __init__(self, slots: SlotState, relay: Relay, drafter: Drafter, page_size: int) -> None:
+        self.skips = slots.length_dev.device.type == "cpu"  # elsewhere the host would have to wait
         self._slots = slots
         self._relay = relay
         self._drafter = drafter
@@ -135,16 +143,40 @@ class Verifier:
         self._slots.limit_dev.index_copy_(0, joined_dev, limits_dev)
         self._drafter.enter(staged)
 
-    def ask(self, step: StagedStep) -> Asked:
-        """The positions of the step's decode rows."""
-        return ask(step.rows_dev, self._relay.resolve(step.route), self._slots)
+    def ask(self, step: StagedStep, captured: bool = False) -> Asked:
+        """The positions of the step's decode rows; a `captured` step has all of them."""
+        asked = ask(step.rows_dev, self._relay.resolve(step.route), self._slots)
+        if captured or not self.skips:
+            return asked
+        kept = asked.open_dev.view(-1).nonzero().squeeze(1)
+        if not len(kept) and not step.chunks and len(step.rows):
+            kept = kept.new_zeros(1)  # no model is given nothing
+        return replace(asked, kept_dev=kept)
 
     def inputs(self, step: StagedStep, asked: Asked) -> StepInputs:
         """What the model is given."""
         bounds = step.bounds
-        most = int(bounds.max()) if len(bounds) else 0
+        most = int(bounds.max(initial=0))
         inputs = verify_inputs(asked, bounds, self._slots, self._page_size, most)
         return with_chunks(inputs, step, self._slots, self._page_size)
+
+    def spread(self, asked: Asked, values: Tensor) -> Tensor:
+        """[t, ..] of the positions that were computed, and what comes behind those of the decode
+        rows: for all of them."""
+        kept = asked.kept_dev
+        if kept is None:
+            return values
+        positions = asked.open_dev.numel()
+        behind = values[len(kept) :]
+        whole = values.new_zeros((positions + len(behind), *values.shape[1:]))
+        whole[kept], whole[positions:] = values[: len(kept)], behind
+        return whole
+
+    def computed(self, asked: Asked, values: Tensor) -> Tensor:
+        """The inverse of `spread`."""
+        if asked.kept_dev is None:
+            return values
+        return torch.cat([values[asked.kept_dev], values[asked.open_dev.numel() :]])
 
     def positions(self, step: StagedStep, asked: Asked) -> Tensor:
         """int64[r]: where each token will stand that is sampled, once the chunks' slots are
@@ -182,8 +214,7 @@ class Verifier:
             torch.cat([rows_dev.repeat_interleave(width), slots_dev[n:]]),
             positions,
             result,
-            step.most,
-            answers.inputs,
+            step,
             answers.states_dev,
         )
         newest = torch.cat([run.newest_dev, tokens[split:]])
