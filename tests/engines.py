@@ -134,9 +134,8 @@ def paper(settled: Resolved, toy: Toy) -> Executor:
     from paper import PaperRunner
 
     config = settled.config
-    return PaperRunner(
-        toy, config.num_slots, settled.pages, config.page_size, stages=config.pipeline_stages
-    )
+    sizes = config.num_slots, settled.pages, config.page_size
+    return PaperRunner(toy, *sizes, stages=config.pipeline_stages, width=config.step_width)
 
 
 def runner_spec(settled: Resolved, draft: str = "") -> RunnerSpec:

@@ -290,15 +290,19 @@ def play_drafted(work: Workload, variant: Variant) -> Run:
     """As `play`; a run without drafts teaches the drafters of `drafters` its answers."""
     run = play(work, variant)
     if not variant.draft:
-        from drafters import key, learn
-
-        learn(
-            {
-                key(one.seed, choice, work.asks[ask].prompt, work.asks[ask].params): one.tokens
-                for (ask, choice), one in run.told.items()
-            }
-        )
+        learn_from(run, work)
     return run
+
+
+def learn_from(run: Run, work: Workload) -> None:
+    """From now on the drafters of `drafters` know what each request of the workload was told."""
+    from drafters import key, learn
+
+    truth = {}
+    for (ask, choice), one in run.told.items():
+        asked = work.asks[ask]
+        truth[key(one.seed, choice, asked.prompt, asked.params)] = one.tokens
+    learn(truth)
 
 
 # --- comparing ------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 from engines import Variant
 from harness import check, play_drafted
 
-SHARDS = 6
+SHARDS = 4
 WORKLOADS = 50  # a shard
 LOOPS = (("serial", 0), ("overlap", 0), ("batch-queue", 2), ("batch-queue", 3), ("batch-queue", 4))
 DRAFTERS = ("drafters:Half", "drafters:Half", "drafters:Never", "ngram")
