@@ -31,6 +31,7 @@ from stepahead.scheduler.scheduler import Scheduler
 from stepahead.scheduler.stop import StopTable, Vocabulary
 from stepahead.sync import SyncCounts
 from stepahead.types import (
+    DraftCounts,
     Finish,
     FinishReason,
     Load,
@@ -137,6 +138,10 @@ class Engine:
         """What there is to do, and to do it with, now; for the engine's thread, or as a question to
         the observer."""
         return self.scheduler.measure_load(self.scheduler.load.step)
+
+    def draft_counts(self) -> DraftCounts:
+        """What came of drafts since the start; as `load` to be asked for."""
+        return self.scheduler.draft_counts()
 
     # --- requests ---------------------------------------------------------------------------
 

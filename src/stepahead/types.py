@@ -279,12 +279,24 @@ class Outputs(msgspec.Struct, frozen=True, eq=False):
 
 
 class DraftCounts(msgspec.Struct, frozen=True):
-    """What came of drafts since the start: rows of steps that were checked, drafts proposed for
-    them, and of those that were right how many stood first, second, .. in their row."""
+    """What came of drafts since the start: `rows` of steps, of which `drafted` had drafts,
+    `proposed` of them together; and of those that were right how many stood first, second, .. in
+    their row."""
 
     rows: int = 0
+    drafted: int = 0
     proposed: int = 0
     accepted_at: tuple[int, ...] = ()
+
+    @property
+    def accepted(self) -> int:
+        """Drafts that were right."""
+        return sum(self.accepted_at)
+
+    @property
+    def tokens_per_row(self) -> float:
+        """What a row brought in a step, on average; 1 without drafts."""
+        return 1.0 + self.accepted / max(1, self.rows)
 
 
 class Load(msgspec.Struct, frozen=True):

@@ -54,7 +54,7 @@ class RunSettler:
         self.table = life.table
         self._end = end
         self._places = np.arange(width)
-        self._rows = self._proposed = 0
+        self._rows = self._drafted = self._proposed = 0
         self._accepted_at = np.zeros(width - 1, np.int64)
 
     def rows(self, rows: RowSet, tokens: np.ndarray) -> Runs:
@@ -89,11 +89,14 @@ class RunSettler:
         drafts = block[:, 1:]
         self._rows += len(block)
         self._accepted_at += np.count_nonzero(drafts >= 0, axis=0)
+        # a row's drafts have no gap: where there is none there is none behind it
+        self._drafted += int(np.count_nonzero(drafts[:, 0] >= -1))
         self._proposed += int(np.count_nonzero(drafts >= -1))
 
     def tallied(self) -> DraftCounts:
         """What came of drafts since the start."""
-        return DraftCounts(self._rows, self._proposed, tuple(self._accepted_at.tolist()))
+        accepted_at = tuple(self._accepted_at.tolist())
+        return DraftCounts(self._rows, self._drafted, self._proposed, accepted_at)
 
     def _stopped(self, rows: RowSet, block: np.ndarray, counts: np.ndarray) -> list[Finish]:
         """Ends the requests whose run completes a stop id or string, and cuts it there: `counts` is
