@@ -212,6 +212,8 @@ class Client:
             self.run.counts["hidden states"] += 1
 
     def _finish(self) -> None:
+        # a step that fails when everybody has ended fails unheard
+        assert self.failing or self.engine.failure is None, self.engine.failure
         for (index, choice), one in self.run.told.items():
             if not one.refused:
                 assert one.finish is not None, f"{index, choice} never heard its end"

@@ -454,6 +454,8 @@ def _advise_page_size(config: EngineConfig, reasons: list[str]) -> None:
 
 
 def _table_bytes(config: EngineConfig, length: int) -> int:
-    """Page tables: an int32 on the host and an int64 on each stage for each page of each slot."""
+    """Page tables: an int32 on the host and an int64 on each stage for each page of each slot.  And
+    what is looked up for drafts: an int32 on the device for each position of each slot."""
     entries = config.num_slots * -(-length // config.page_size)
-    return entries * (4 + 8 * config.pipeline_stages)
+    history = 4 * config.num_slots * length if config.draft == "ngram" else 0
+    return entries * (4 + 8 * config.pipeline_stages) + history

@@ -333,6 +333,34 @@ def test_bounds_of_lengths_follow_what_was_rejected() -> None:
     assert int(runner._slots.length_dev[1]) > 20
 
 
+class Lengths(ToyModel):
+    """A model that wants exact lengths on the host, before each step that decodes."""
+
+    host_lengths = True
+
+
+def test_lengths_on_the_host_and_drafts_agree() -> None:
+    """The host waits for the forward before, and takes what that left: the rejections of its own
+    landings would take off too much.  Bounds too low would be contexts cut short."""
+    variant = Variant("overlap", "hostile", 3, draft="drafters:Half", drafts=3)
+    asks = [
+        Ask(i, (i + 2, 7, 9), SamplingParams(temperature=0.0, max_tokens=25, ignore_eos=True))
+        for i in range(4)
+    ]
+    work = Workload(0, OPTIONS, tuple(asks))
+    plain = Client(toy_engine(OPTIONS), work).play()
+    learn_from(plain, work)
+    settled = resolved(OPTIONS, variant)
+    spec = runner_spec(settled, variant.draft)
+    runner = Runner(Lengths(**spec.options), HostileDevice(3, spec.depth), spec, 64)
+    assert runner._verifier is not None
+    runner._verifier.skips = False  # so that the host's bounds are what the model reads by
+    drafted = Client(toy_engine(OPTIONS, variant, executor=InlineExecutor(runner)), work).play()
+    for who, one in plain.told.items():
+        assert drafted.told[who].tokens == one.tokens
+    assert drafted.counts["drafts accepted"] > 20
+
+
 @pytest.mark.parametrize("depth", [2, 4])
 def test_rows_at_their_limit_write_nothing_under_drafts(depth: int) -> None:
     """A row in the air that has all its outputs by the time it runs: up to D - 1 steps, each of

@@ -112,6 +112,17 @@ def test_drafts_are_settled_with_a_reason_and_fit_the_step() -> None:
     assert "max_step_tokens=800: every row of max_rows must fit a step, drafts included" in reasons
 
 
+def test_what_is_looked_up_for_drafts_is_counted_as_memory() -> None:
+    # weights and page tables leave 3 MiB; the tokens of 513 slots of 4,096 positions are 8 MiB
+    facts = ModelFacts(vocab_size=64, max_len=4096, eos_ids=(1,), kv_bytes_per_token=1 << 10)
+    tables = 513 * 256 * 12
+    options = {"threads": 1, "num_pages": 128}
+    resolve(config_from("toy", options), facts, bytes_available=tables + (3 << 20))
+    config = config_from("toy", options | {"draft": "ngram"})
+    with pytest.raises(NotEnoughMemory):
+        resolve(config, facts, bytes_available=tables + (3 << 20))
+
+
 def test_drafts_that_nobody_makes_are_refused() -> None:
     with pytest.raises(ConfigError, match="draft_tokens=3, but nothing drafts; give draft=ngram"):
         config_from("toy", {"draft_tokens": 3})

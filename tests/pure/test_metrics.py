@@ -230,6 +230,8 @@ def test_drafts_are_told_by_place_where_there_are_any(names: str, engine: Engine
         rate = value(families, "sglang:spec_accept_rate")
         assert rate == pytest.approx(counts.accepted / counts.proposed)
         return
+    given_out = {"stepahead": "stepahead_generated", "vllm": "vllm:generation"}[names]
+    assert value(families, f"{given_out}_tokens_total") == tokens
     prefix = {"stepahead": "stepahead_", "vllm": "vllm:spec_decode_num_"}[names]
     per_place = {"stepahead": "accepted_tokens", "vllm": "accepted_tokens_per_pos"}[names]
     proposed = {"stepahead": "drafted_tokens", "vllm": "draft_tokens"}[names]
