@@ -23,6 +23,8 @@ from stepahead.scheduler.settle import HeardTokens
 from stepahead.scheduler.table import RowSet
 from stepahead.types import DraftCounts, Finish, FinishReason
 
+_MOST_BLOCKS = 32
+
 
 class End(Protocol):
     """How a request is ended."""
@@ -54,57 +56,61 @@ class RunSettler:
         self.table = life.table
         self._end = end
         self._places = np.arange(width)
+        self._blocks: list[np.ndarray] = []  # of the newest steps, to be counted together
         self._rows = self._drafted = self._proposed = 0
         self._accepted_at = np.zeros(width - 1, np.int64)
 
     def rows(self, rows: RowSet, tokens: np.ndarray) -> Runs:
         """Decode rows and their int32[n * width] tokens, as in a Result."""
         block = tokens.reshape(-1, self.table.width)
-        counts = self._land(rows, block)
-        finishes = self._stopped(rows, block, counts) + self._full(rows, counts)
-        kept = self._places < counts[:, None]
-        owners = np.repeat(rows.slots, counts)
-        rids = np.repeat(rows.rids, counts)
+        counts, room = self._new(rows, block)
+        self.table.land_runs(rows, counts, block)
+        kept, heard = self._heard(rows, counts, block)
+        finishes = self._stopped(rows, block, counts, heard)
+        if finishes:  # their runs were cut
+            kept, heard = self._heard(rows, counts, block)
+        full = (counts == room) & (counts > 0)
+        if full.any():
+            finishes += self._full(rows.slots[full])
         # the same array says that they are the same requests
         requests = rows.rids if counts.all() else rows.rids[counts > 0]
-        heard = HeardTokens(owners, owners, rids, block[kept])
         return Runs(heard, requests, kept.reshape(-1), finishes)
 
-    def _land(self, rows: RowSet, block: np.ndarray) -> np.ndarray:
-        table, slots = self.table, rows.slots
-        counts = np.count_nonzero(block >= 0, axis=1)
+    def _new(self, rows: RowSet, block: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """int64[n]: new tokens of each row, and the most that it may still have."""
+        table, at = self.table, rows.at
+        counts = (block >= 0).sum(1)
         live: slice | np.ndarray = slice(None)
-        if self.life.ghosts and (deaf := table.deaf[slots]).any():
+        if self.life.ghosts and (deaf := table.deaf[at]).any():
             # overshoot: these rows ended while this step was in the air
             self.life.counters.overshoot_rows += int(deaf.sum())
             counts[deaf] = 0
             live = ~deaf
         assert counts[live].all(), "a row that lives got no token"
-        np.minimum(counts, table.limit[slots] + 1 - table.length[slots], out=counts)
-        table.land_runs(slots, counts, block)
-        self._tally(block[live])
-        return counts
+        self._blocks.append(block[live])
+        if len(self._blocks) == _MOST_BLOCKS:
+            self._tally()
+        room = table.limit[at] + 1 - table.length[at]
+        return np.minimum(counts, room), room
 
-    def _tally(self, block: np.ndarray) -> None:
-        drafts = block[:, 1:]
-        self._rows += len(block)
-        self._accepted_at += np.count_nonzero(drafts >= 0, axis=0)
-        # a row's drafts have no gap: where there is none there is none behind it
-        self._drafted += int(np.count_nonzero(drafts[:, 0] >= -1))
-        self._proposed += int(np.count_nonzero(drafts >= -1))
+    def _heard(
+        self, rows: RowSet, counts: np.ndarray, block: np.ndarray
+    ) -> tuple[np.ndarray, HeardTokens]:
+        kept = self._places < counts[:, None]
+        owners = np.repeat(rows.slots, counts)
+        return kept, HeardTokens(owners, owners, np.repeat(rows.rids, counts), block[kept])
 
-    def tallied(self) -> DraftCounts:
-        """What came of drafts since the start."""
-        accepted_at = tuple(self._accepted_at.tolist())
-        return DraftCounts(self._rows, self._drafted, self._proposed, accepted_at)
-
-    def _stopped(self, rows: RowSet, block: np.ndarray, counts: np.ndarray) -> list[Finish]:
+    def _stopped(
+        self, rows: RowSet, block: np.ndarray, counts: np.ndarray, heard: HeardTokens
+    ) -> list[Finish]:
         """Ends the requests whose run completes a stop id or string, and cuts it there: `counts` is
         changed."""
         table, life = self.table, self.life
-        row, place = (self._places < counts[:, None]).nonzero()
-        flagged = life.stops.candidates(block[row, place], table.watch[rows.slots[row]])
+        flagged = life.stops.candidates(heard.tokens, table.watch[heard.slots])
         finishes: list[Finish] = []
+        if not len(flagged):
+            return finishes
+        row, place = (self._places < counts[:, None]).nonzero()
         for i, at in zip(row[flagged].tolist(), place[flagged].tolist(), strict=True):
             if at >= counts[i]:
                 continue  # it comes after the end
@@ -120,14 +126,26 @@ class RunSettler:
                 finishes.append(self._end(entry, "stop", match))
         return finishes
 
-    def _full(self, rows: RowSet, counts: np.ndarray) -> list[Finish]:
-        """Ends the requests that have all the output they may have."""
-        table, slots = self.table, rows.slots
-        full = (table.length[slots] > table.limit[slots]) & (counts > 0)
-        if not full.any():
-            return []
-        owners = (self.life.entries[slot] for slot in slots[full & ~table.deaf[slots]].tolist())
+    def _full(self, slots: np.ndarray) -> list[Finish]:
+        """Ends the requests that have all the output they may have, unless a stop has."""
+        owners = (self.life.entries[slot] for slot in slots[~self.table.deaf[slots]].tolist())
         return [self._end(entry, "length") for entry in owners if entry is not None]
+
+    def _tally(self) -> None:
+        block = np.concatenate([np.zeros((0, self.table.width), np.int32), *self._blocks])
+        self._blocks.clear()
+        drafts = block[:, 1:]
+        self._rows += len(block)
+        self._accepted_at += np.count_nonzero(drafts >= 0, axis=0)
+        # a row's drafts have no gap: where there is none there is none behind it
+        self._drafted += int(np.count_nonzero(drafts[:, 0] >= -1))
+        self._proposed += int(np.count_nonzero(drafts >= -1))
+
+    def tallied(self) -> DraftCounts:
+        """What came of drafts since the start."""
+        self._tally()
+        accepted_at = tuple(self._accepted_at.tolist())
+        return DraftCounts(self._rows, self._drafted, self._proposed, accepted_at)
 
 
 def with_chunks(runs: Runs, more: HeardTokens) -> Runs:

@@ -217,6 +217,10 @@ class DecodeRows:
         """Under drafts: a step of `rows` has brought more tokens than were promised, so that some
         may be certain to end by now."""
         table, slots = self.table, rows.slots
+        if rows is self._rows and not self.life.changed:
+            self._until_length = int(table.budget[rows.at].min(initial=_FAR))
+            if self._until_length > 0:
+                return
         certain = slots[(table.budget[slots] <= 0) & table.decoding[slots]]
         if len(certain):
             table.decoding[certain] = False

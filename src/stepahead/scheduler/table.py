@@ -29,6 +29,7 @@ from stepahead.cache.tokens import TokenMirror
 # has more of them in a step, and is promised one token at least
 _LAUNCH = np.array([[1], [1], [1], [1], [-1]], np.int32)
 _LAND = np.array([[0], [-1], [-1], [-1], [0]], np.int32)
+_EACH_TOKEN = np.array([[1], [0], [0], [0], [-1]], np.int32)
 # landed steps that are kept for later, at most: else a long answer would pile up where no page is
 # granted and nobody looks
 _MOST_KEPT = 16
@@ -94,7 +95,9 @@ class Table:
         """`width`: positions of a decode row in a step."""
         self.num_slots = num_slots
         self.width = width
+        self._places = np.arange(width)
         self._launch = _LAUNCH * np.array([[width], [width], [1], [1], [1]], np.int32)
+        self._run_landed = np.array([[-width], [-width], [-1], [-1], [1]], np.int32)
         self.max_pages = max_pages
         # one block, so that a launch or a landing moves several columns in one operation
         self._frontier = np.zeros((5, num_slots), np.int32)
@@ -117,7 +120,8 @@ class Table:
         self.num_pages = np.zeros(num_slots, np.int32)
         self.generation = np.zeros(num_slots, np.int32)
         self.rid = np.zeros(num_slots, np.int64)
-        self.pages = np.zeros((num_slots, max_pages), np.int32)
+        # drafts may be planned behind the last page
+        self.pages = np.zeros((num_slots, max_pages + width - 1), np.int32)
         self._free = list(range(1, num_slots))
 
     # --- the columns that move ----------------------------------------------------------------
@@ -275,23 +279,22 @@ class Table:
         self._last[at] = landed[-1]
         self._length[at] += steps
 
-    def land_runs(self, slots: np.ndarray, counts: np.ndarray, block: np.ndarray) -> None:
-        """A step of `slots`, int64[n], has landed: of int32[n, width] `block` the first `counts`,
-        int64[n], are new tokens.  What was planned beyond them is taken back."""
-        width, mask = self.width, self._mirror.page_size - 1
-        moved = np.empty((5, len(slots)), np.int32)
-        moved[0], moved[1], moved[2:4], moved[4] = counts - width, -width, -1, 1 - counts
-        self.frontier[:, slots] += moved
+    def land_runs(self, rows: RowSet, counts: np.ndarray, block: np.ndarray) -> None:
+        """A step of `rows` has landed: of int32[n, width] `block` the first `counts`, int64[n], are
+        new tokens.  What was planned beyond them is taken back."""
+        at, mask = rows.at, self._mirror.page_size - 1
+        self.frontier[:, at] += self._run_landed + _EACH_TOKEN * counts
         # the inputs up to the last right draft have KV now
         inputs = np.empty_like(block)
-        inputs[:, 0], inputs[:, 1:] = self._last[slots], block[:, :-1]
-        row, place = (np.arange(width) < counts[:, None]).nonzero()
-        position = self._length[slots][row] - 1 + place
-        page = self.pages[slots[row], position >> self._page_shift].astype(np.int64)
-        self._mirror.by_cell[(page << self._page_shift) + (position & mask)] = inputs[row, place]
-        some = counts > 0
-        self._last[slots[some]] = block[some, counts[some] - 1]
-        self._length[slots] += counts
+        inputs[:, 0], inputs[:, 1:] = self._last[at], block[:, :-1]
+        written = self._places < counts[:, None]
+        position = self._length[at][:, None] + self._places - 1
+        page = self.pages[rows.slots[:, None], position >> self._page_shift].astype(np.int64)
+        cell = (page << self._page_shift) + (position & mask)
+        self._mirror.by_cell[cell[written]] = inputs[written]
+        newest = block[np.arange(rows.count), np.maximum(counts, 1) - 1]
+        self._last[at] = newest if counts.all() else np.where(counts, newest, self._last[at])
+        self._length[at] += counts
 
     def cut(self, slot: int, count: int, last: int) -> None:
         """The newest `count` tokens of the slot are none of its output; `last` came before them."""
