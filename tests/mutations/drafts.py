@@ -23,8 +23,9 @@ MUTATIONS = [
         "rejected drafts are taken back twice",
         "a frontier behind what is written",
         "scheduler/table.py",
-        "moved[4] = counts - width, -width, -1, 1 - counts\n",
-        "moved[4] = 2 * (counts - width), -width, -1, 1 - counts\n",
+        "        self.frontier[:, at] += self._run_landed + _EACH_TOKEN * counts\n",
+        "        self.frontier[:, at] += self._run_landed + _EACH_TOKEN * counts\n"
+        "        self.frontier[0, at] += counts - self.width\n",
         _PAPER,
         "drafts were taken back wrongly",
     ),
@@ -115,5 +116,21 @@ MUTATIONS = [
         "        self.rejections.settle(self._slots.computed)\n",
         "",
         "tests/cpu/test_drafts.py::test_bounds_of_lengths_follow_what_was_rejected",
+    ),
+    Mutation(
+        "prompt positions stand where all drafts would have ended",
+        "a chunk that reads other rows' tokens",
+        "runner/inputs.py",
+        "        ChunkRow(first + moved, count, end,",
+        "        ChunkRow(first, count, end,",
+        _PARITY,
+    ),
+    Mutation(
+        "each token of a run is told with the last one's log-probabilities",
+        "log-probabilities of another token",
+        "llm/collect.py",
+        "            place = answer.told_tokens\n",
+        "            place = len(answer.logprobs or ()) - 1\n",
+        "tests/pure/test_llm_answers.py::test_logprobs_go_with_their_tokens",
     ),
 ]
