@@ -59,7 +59,8 @@ class Drafter(Protocol):
         ...
 
     def propose(self, brought: Brought) -> Tensor:
-        """What may come next in each slot, int64[m, k]; NONE from where on there is no guess."""
+        """What may come next in each slot, int64[m, k]; NONE from where on there is no guess.
+        Called for every step: m is 0 where it has only prompt positions, and not the last ones."""
         ...
 
 

@@ -386,6 +386,8 @@ class Runner:
         step, group, verifier, states = staged.inputs, staged.group, self._verifier, given
         slots_dev = step.slots_dev
         if not len(slots_dev):
+            if verifier is not None:
+                verifier.nothing(step, given)
             return slots_dev
         if step.sampled_dev is not None:
             states = states[step.sampled_dev]

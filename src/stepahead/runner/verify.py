@@ -193,6 +193,11 @@ class Verifier:
         before = drafts.masked_fill(~reached, NONE).reshape(n * width, width - 1)
         return F.pad(before, (0, 0, 0, len(step.slots_dev) - n), value=NONE)
 
+    def nothing(self, step: StagedStep, states_dev: Tensor) -> None:
+        """The step has sampled nobody; the drafter hears of its prompt positions all the same."""
+        none = step.slots_dev
+        self._drafter.propose(Brought(none, none, none, none, none, step, states_dev))
+
     def take(self, step: StagedStep, asked: Asked, ends: Ends | None, answers: Answers) -> Tensor:
         """The result's tokens int64[r].  Rows grow by their runs, those that end are buried, and
         the next step finds each slot's newest token with drafts in the relay."""
