@@ -333,6 +333,31 @@ def test_bounds_of_lengths_follow_what_was_rejected() -> None:
     assert int(runner._slots.length_dev[1]) > 20
 
 
+@pytest.mark.parametrize("max_tokens", [1, 2, 5, 14])
+@pytest.mark.parametrize(("loop", "depth"), LOOPS)
+def test_rows_are_launched_until_they_are_certain_to_end(
+    loop: str, depth: int, max_tokens: int
+) -> None:
+    """A step in the air brings one token for certain.  Where it brings no more, exactly as many are
+    launched as without drafts; where it brings four, no more than one for each further step that
+    may be in the air."""
+    work = Workload(
+        0,
+        OPTIONS,
+        (Ask(0, (2, 3, 4), SamplingParams(temperature=0.0, max_tokens=max_tokens)),),
+    )
+    learn_from(Client(toy_engine(OPTIONS), work).play(), work)
+    ahead = {"serial": 1, "overlap": 2}.get(loop, depth)
+    for draft, runs in (("Never", max_tokens - 1), ("Knowing", -(-(max_tokens - 1) // 4))):
+        plans: list[Plan] = []
+        variant = Variant(loop, "cpu", depth=depth, draft=f"drafters:{draft}", drafts=3)
+        told = Client(toy_engine(OPTIONS, variant, plans.append), work).play().told
+        assert len(told[0, 0].tokens) == max_tokens
+        rows = sum(len(plan.rows) for plan in plans)
+        waste = 0 if draft == "Never" else ahead - 1
+        assert runs <= rows <= runs + waste
+
+
 class Lengths(ToyModel):
     """A model that wants exact lengths on the host, before each step that decodes."""
 
