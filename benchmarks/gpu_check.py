@@ -60,7 +60,8 @@ from stepahead.model.attention.paged import HeadShape
 from stepahead.model.spec import ModelSpec, kv_bytes_per_token
 from stepahead.model.weights import random_model
 from stepahead.plan import Plan, Result
-from stepahead.runner.runner import Runner, RunnerFlight
+from stepahead.runner.flight import RunnerFlight
+from stepahead.runner.runner import Runner
 from stepahead.runner.spec import RunnerSpec
 from stepahead.scheduler.stop import Vocabulary
 from stepahead.text.texts import ToyTexts

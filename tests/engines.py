@@ -36,7 +36,8 @@ MODES: dict[str, dict[str, Any]] = {
 class Variant:
     """How to run a workload: the loop, what stands for the device, a depth unless the loop's, the
     fence, how hostile the device is, the operation of it that fails (0 for none), whether the toy's
-    decode steps are captured (model=captured), and into how many stages it is cut."""
+    decode steps are captured (model=captured), into how many stages it is cut, and who drafts how
+    many tokens: ngram, or a class of `drafters`."""
 
     loop: str = "serial"
     device: str = "cpu"
@@ -47,6 +48,8 @@ class Variant:
     fail_at: int = 0
     model: str = "toy"
     stages: int = 1
+    draft: str = ""
+    drafts: int = 0
 
     def __str__(self) -> str:
         flags = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -77,7 +80,8 @@ def resolved(options: dict[str, Any], variant: Variant) -> Resolved:
             "executor": "inline",
             "threads": 1,
             "debug": True,
-        },
+        }
+        | ({"draft": "ngram", "draft_tokens": variant.drafts} if variant.draft else {}),
     )
     facts = ModelFacts(options["vocab_size"], options["max_model_len"], (1,), 8)
     settled = resolve(config, facts, bytes_available=1 << 40)
@@ -130,13 +134,12 @@ def paper(settled: Resolved, toy: Toy) -> Executor:
     from paper import PaperRunner
 
     config = settled.config
-    return PaperRunner(
-        toy, config.num_slots, settled.pages, config.page_size, stages=config.pipeline_stages
-    )
+    sizes = config.num_slots, settled.pages, config.page_size
+    return PaperRunner(toy, *sizes, stages=config.pipeline_stages, width=config.step_width)
 
 
-def runner_spec(settled: Resolved) -> RunnerSpec:
-    """The RunnerSpec of the toy for a configuration."""
+def runner_spec(settled: Resolved, draft: str = "") -> RunnerSpec:
+    """The RunnerSpec of the toy for a configuration; `draft` as in Variant."""
     from stepahead.runner.spec import RunnerSpec
 
     config, length = settled.config, settled.model_len
@@ -156,6 +159,8 @@ def runner_spec(settled: Resolved) -> RunnerSpec:
         fence=config.fence,
         check=True,
         stages=config.pipeline_stages,
+        drafter="stepahead.runner.ngram:NgramDrafter" if draft == "ngram" else draft,
+        draft_tokens=config.step_width - 1,
     )
 
 
@@ -168,7 +173,7 @@ def inline(settled: Resolved, variant: Variant = ORACLE) -> Executor:
     from stepahead.runner.build import build_runner
     from stepahead.runner.runner import Runner
 
-    spec = runner_spec(settled)
+    spec = runner_spec(settled, variant.draft)
     if variant.stages > 1:
         from stages import stage_devices, stages_runner
 
@@ -180,7 +185,10 @@ def inline(settled: Resolved, variant: Variant = ORACLE) -> Executor:
     modes = HostileModes(**MODES[variant.mode], fail_at=variant.fail_at or None)
     device = HostileDevice(spec.device_seed, spec.depth, modes)
     model = (CapturedToy if variant.model == "captured" else ToyModel)(**spec.options)
-    return InlineExecutor(Runner(model, device, spec, model.vocab_size))
+    runner = Runner(model, device, spec, model.vocab_size)
+    if variant.model == "captured" and runner._verifier is not None:
+        runner._verifier.skips = False  # as on an accelerator
+    return InlineExecutor(runner)
 
 
 class Shapes:

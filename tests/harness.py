@@ -160,7 +160,11 @@ class Client:
     def _hear(self, outputs: Outputs) -> None:
         told = self.run.told
         rids, tokens = outputs.rids.tolist(), outputs.tokens.tolist()
-        assert len(rids) == len(tokens) == len({*rids}), "a request got two tokens of one step"
+        width = self.engine.resolved.config.step_width
+        assert len(rids) == len(tokens), "a token of nobody"
+        most = max(Counter(rids).values(), default=0)
+        assert most <= width, "a request got more tokens of a step than it has positions"
+        self.run.counts["drafts accepted"] += len(rids) - len({*rids})
         for rid, token in zip(rids, tokens, strict=True):
             one = told[self._who[rid]]
             assert one.finish is None, "a token after the end"
@@ -227,6 +231,8 @@ class Client:
             self.run.counts["pools in chunks"] += len(heard) > 1
 
     def _finish(self) -> None:
+        # a step that fails when everybody has ended fails unheard
+        assert self.failing or self.engine.failure is None, self.engine.failure
         for (index, choice), one in self.run.told.items():
             if not one.refused:
                 assert one.finish is not None, f"{index, choice} never heard its end"
@@ -234,7 +240,8 @@ class Client:
         scheduler, counts = self.engine.scheduler, self.run.counts
         scheduler.check_at_rest()
         counts.update(scheduler.life.counters.as_dict())
-        early = sum(one.ended_early for one in self.run.told.values())
+        drafts = self.engine.resolved.config.step_width > 1
+        early = sum(one.ended_early or drafts for one in self.run.told.values())
         # a row is planned again when its token has come through all stages
         ahead = -(-(self.engine._core.depth - 1) // self.engine.resolved.config.pipeline_stages)
         assert counts["overshoot_rows"] <= early * ahead, "more rows wasted than D - 1 an end"
@@ -311,6 +318,25 @@ def play(work: Workload, variant: Variant = ORACLE) -> Run:
     run = Client(engine, work, failing=variant.fail_at > 0).play()
     run.counts.update(shapes.counts)
     return run
+
+
+def play_drafted(work: Workload, variant: Variant) -> Run:
+    """As `play`; a run without drafts teaches the drafters of `drafters` its answers."""
+    run = play(work, variant)
+    if not variant.draft:
+        learn_from(run, work)
+    return run
+
+
+def learn_from(run: Run, work: Workload) -> None:
+    """From now on the drafters of `drafters` know what each request of the workload was told."""
+    from drafters import key, learn
+
+    truth = {}
+    for (ask, choice), one in run.told.items():
+        asked = work.asks[ask]
+        truth[key(one.seed, choice, asked.prompt, asked.params)] = one.tokens
+    learn(truth)
 
 
 # --- comparing ------------------------------------------------------------------------------
@@ -435,6 +461,8 @@ def replay(
     parser.add_argument("--fail-at", type=int, default=0)
     parser.add_argument("--model", default="toy", choices=("toy", "captured"))
     parser.add_argument("--stages", type=int, default=1)
+    parser.add_argument("--draft", default="")
+    parser.add_argument("--drafts", type=int, default=0)
     given = parser.parse_args()
     work = make(given.seed)
     if given.keep:
@@ -443,7 +471,15 @@ def replay(
     for ask in work.asks:
         print(ask)
     device = given.device, given.device_seed
-    how = given.fence, given.mode, given.fail_at, given.model, given.stages
+    how = (
+        given.fence,
+        given.mode,
+        given.fail_at,
+        given.model,
+        given.stages,
+        given.draft,
+        given.drafts,
+    )
     variant = Variant(given.loop, *device, given.depth, *how)
     oracle = Variant(device="paper" if given.device == "paper" else "cpu")
     lines = differences(player(work, oracle), player(work, variant), compare)
@@ -451,4 +487,4 @@ def replay(
 
 
 if __name__ == "__main__":
-    replay(workload, play, exactly)
+    replay(workload, play_drafted, exactly)

@@ -54,8 +54,11 @@ class PaperRunner:
         page_size: int,
         on_plan: Callable[[Plan], None] = lambda plan: None,
         stages: int = 1,
+        width: int = 1,
     ) -> None:
+        """`width` positions of a row in a step: of its drafts any number may be right."""
         self.toy = toy
+        self.width = width
         self.cells = np.full((num_pages, page_size), EMPTY, np.int64)
         self.generations = [0] * num_slots
         self.owners: dict[int, _Owner] = {}
@@ -89,7 +92,7 @@ class PaperRunner:
             else:
                 age = plan.step - self.owners[slot].sampled
                 assert age >= self._stages, "a row's token is still on its way through the stages"
-            self._write(slot, [token])
+            self._write_row(slot, token)
         for slot, start, count, _ in plan.chunk_table.tolist():
             owner = self.owners[slot]
             assert start == owner.length, "a chunk does not begin where its slot ends"
@@ -120,6 +123,16 @@ class PaperRunner:
         assert token != EMPTY, "a token was taken that no step had left"
         return token
 
+    def _write_row(self, slot: int, token: int) -> None:
+        owner = self.owners[slot]
+        reach = min(owner.length + self.width, owner.join.limit)
+        assert reach <= len(owner.pages) * self.page_size, "a draft has no page"
+        if owner.length < owner.join.limit:
+            self._write(slot, [token])
+        else:  # it has all its outputs, and the host has not heard of it
+            assert self.width > 1, "a row was launched past its length"
+            owner.relay = token
+
     def _write(self, slot: int, tokens: list[int]) -> None:
         owner = self.owners[slot]
         for token in tokens:
@@ -139,19 +152,18 @@ class PaperRunner:
 
     def _results(self, plan: Plan) -> Result:
         chunks = plan.chunk_table.tolist()
-        slots = [*self._rows, *(slot for slot, _, _, samples in chunks if samples)]
+        places = [(slot, self.width) for slot in self._rows]
+        places += [(slot, 1) for slot, _, _, samples in chunks if samples]
         tokens, rows, states = [], [], []
-        for index, slot in enumerate(slots):
+        for slot, width in places:
             owner = self.owners[slot]
-            state = state_of(np.array(self._read(owner)))
-            logits = logits_of(state, self.toy.vocab_size)
-            token = self._next(owner, logits)
-            owner.relay, owner.sampled = token, plan.step
-            tokens.append(token)
-            if owner.join.params.logprobs is not None:
-                rows.append((index, token, logits, owner.join.params.logprobs))
-            if owner.join.params.return_hidden_states:
-                states.append((index, hidden_of(state)))
+            run = [] if owner.relay != EMPTY else self._run(slot, width, plan.step)
+            for index, (state, logits, token) in enumerate(run, len(tokens)):
+                if owner.join.params.logprobs is not None:
+                    rows.append((index, token, logits, owner.join.params.logprobs))
+                if owner.join.params.return_hidden_states:
+                    states.append((index, hidden_of(state)))
+            tokens += [token for *_, token in run] + [EMPTY] * (width - len(run))
         pools = [pool for slot, *part in chunks if (pool := self._pool(slot, *part[:2]))]
         prompts = [self._prompt(slot, start, count) for slot, start, count, _ in chunks]
         return Result(
@@ -161,7 +173,23 @@ class PaperRunner:
             prompt_logprobs=tuple(filter(None, prompts)),
             hidden=hidden_rows(states) if states else None,
             pooled=state_sums(pools) if pools else None,
+            width=self.width,
         )
+
+    def _run(self, slot: int, width: int, step: int) -> list[tuple[int, np.ndarray, int]]:
+        """State, logits and token of each place in the row, as far as its drafts are right."""
+        owner = self.owners[slot]
+        want = 1 + (owner.length * 0x9E3779B1 + slot * 0x85EBCA77 >> 7) % width
+        run = []
+        while True:
+            state = state_of(np.array(self._read(owner)))
+            logits = logits_of(state, self.toy.vocab_size)
+            token = self._next(owner, logits)
+            run.append((state, logits, token))
+            if len(run) == want or owner.length == owner.join.limit:
+                owner.relay, owner.sampled = token, step
+                return run
+            self._write(slot, [token])
 
     def _next(self, owner: _Owner, logits: np.ndarray) -> int:
         read, join = self._read(owner), owner.join

@@ -16,8 +16,9 @@ from stepahead.device.eager import EagerDevice
 from stepahead.device.hostile import HostileDevice, HostileModes
 from stepahead.parallel.pipeline import ToyPart
 from stepahead.plan import Plan, Result, decode_plan, encode_plan
+from stepahead.runner.flight import RunnerFlight
 from stepahead.runner.hand_over import Links
-from stepahead.runner.runner import Model, Runner, RunnerFlight
+from stepahead.runner.runner import Model, Runner
 from stepahead.runner.spec import RunnerSpec
 
 

@@ -26,6 +26,7 @@ TOY_VOCAB = 512
 TOY_MAX_LEN = 4096
 _TOY_CELL_BYTES = 8
 _TOY_LAYERS = 8
+_DRAFTERS = {"none": "", "ngram": "stepahead.runner.ngram:NgramDrafter"}
 
 
 @dataclass(frozen=True)
@@ -166,6 +167,8 @@ def runner_spec(resolved: Resolved, parts: ModelParts) -> RunnerSpec:
         stages=stages,
         step_tokens=config.max_step_tokens,
         state_bytes=resolved.facts.state_bytes,
+        drafter=_DRAFTERS[config.draft],
+        draft_tokens=config.step_width - 1,
     )
 
 

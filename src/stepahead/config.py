@@ -6,12 +6,10 @@ Knows no torch and no model files: what it must know of the model comes as `Mode
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from stepahead import machine
 from stepahead.errors import ConfigError, NotEnoughMemory
 
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -21,6 +19,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "fence": ("fine", "coarse"),
     "dtype": ("float32", "bfloat16"),
     "metric_names": ("stepahead", "vllm", "sglang"),
+    "draft": ("none", "ngram"),
 }
 
 
@@ -41,6 +40,8 @@ MAX_STAGES = 7  # so that the queue holds a step for each, and one more
 RELAYS = {"serial": "host", "overlap": "slot", "batch-queue": "row"}
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 MAX_ROWS = 1024
+MAX_DRAFTS = 6
+DRAFTS = 3  # of a row in a step, if nothing is said
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,9 @@ class EngineConfig:
     num_pages        pages in the KV pool, or
     kv_memory_gb     its size in GiB
     prefix_cache     keep finished pages for prompts that begin alike
+    draft            who proposes tokens for the model to check, several in one step: none, or ngram
+                     (what followed the last tokens where they came before)
+    draft_tokens     most drafts of a row in one step
     seed             keys the noise of requests that bring no seed of their own
     threads          threads of the runner
     debug            check the scheduler's invariants at every step
@@ -106,6 +110,8 @@ class EngineConfig:
     num_pages: int | None = None
     kv_memory_gb: float | None = None
     prefix_cache: bool = True
+    draft: str = "none"
+    draft_tokens: int | None = None
     seed: int = 0
     threads: int | None = None
     debug: bool = False
@@ -135,6 +141,13 @@ class EngineConfig:
         return "row" if self.steps_ahead > self.pipeline_stages else "host"
 
     @property
+    def step_width(self) -> int:
+        """Positions of a decode row in a step: its last token, and drafts."""
+        if self.draft == "none":
+            return 1
+        return 1 + (DRAFTS if self.draft_tokens is None else self.draft_tokens)
+
+    @property
     def num_slots(self) -> int:
         """Slots on the device: slot 0 is padding, and D-1 batches' worth are spare."""
         return 1 + self.max_rows * self.steps_ahead
@@ -153,6 +166,8 @@ ALIASES = {
     "enable_prefix_caching": "prefix_cache",
     "num_gpu_blocks_override": "num_pages",
     "random_seed": "seed",
+    "num_speculative_tokens": "draft_tokens",
+    "speculative_num_steps": "draft_tokens",
 }
 
 
@@ -228,6 +243,7 @@ def _check_rest(config: EngineConfig) -> None:
     if config.device == "hostile" and config.executor != "inline":
         raise ConfigError("device=hostile runs in this process only; use executor=inline")
     _check_stages(config)
+    _check_drafts(config)
 
 
 def _check_stages(config: EngineConfig) -> None:
@@ -244,6 +260,23 @@ def _check_stages(config: EngineConfig) -> None:
         raise ConfigError(
             f"pipeline_stages={stages} with device={config.device}: stages run on device=cpu only "
             "for now"
+        )
+
+
+def _check_drafts(config: EngineConfig) -> None:
+    count = config.draft_tokens
+    if config.draft == "none":
+        if count is not None:
+            raise ConfigError(f"draft_tokens={count}, but nothing drafts; give draft=ngram")
+        return
+    if count is not None and (
+        isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_DRAFTS
+    ):
+        raise ConfigError(f"draft_tokens={str(count)[:40]}; give a whole number up to {MAX_DRAFTS}")
+    if config.pipeline_stages > 1:
+        raise ConfigError(
+            f"draft={config.draft} with pipeline_stages={config.pipeline_stages}: drafts need the "
+            "model in one piece for now; use draft=none or pipeline_stages=1"
         )
 
 
@@ -302,7 +335,7 @@ def resolve(
     """
     _check(config)
     reasons: list[str] = []
-    available = _device_memory(config.device) if bytes_available is None else bytes_available
+    available = machine.device_memory(config.device) if bytes_available is None else bytes_available
     _check_cut(config, facts)
     length = _settle_length(config, facts, reasons)
     pages = _settle_pages(config, facts, length, available, reasons)
@@ -313,6 +346,7 @@ def resolve(
         depth=_settle_depth(config, reasons),
         num_pages=pages,
         max_step_tokens=_settle_budget(config, reasons),
+        draft_tokens=_settle_drafts(config, reasons),
         threads=_settle_threads(config, reasons),
     )
     return Resolved(settled, facts, tuple(reasons))
@@ -335,14 +369,23 @@ def _settle_depth(config: EngineConfig, reasons: list[str]) -> int:
 
 
 def _settle_budget(config: EngineConfig, reasons: list[str]) -> int:
-    if config.max_step_tokens < config.max_rows:
+    most = config.max_rows * config.step_width
+    if config.max_step_tokens < most:
         # else decoding rows could keep a prompt waiting for as long as they run
-        reasons.append(f"max_step_tokens={config.max_rows}: every row of max_rows must fit a step")
-    return max(config.max_step_tokens, config.max_rows)
+        drafts = "" if config.step_width == 1 else ", drafts included"
+        reasons.append(f"max_step_tokens={most}: every row of max_rows must fit a step{drafts}")
+    return max(config.max_step_tokens, most)
+
+
+def _settle_drafts(config: EngineConfig, reasons: list[str]) -> int | None:
+    if config.draft == "none" or config.draft_tokens is not None:
+        return config.draft_tokens
+    reasons.append(f"draft_tokens={DRAFTS}: what draft={config.draft} proposes if nothing is said")
+    return DRAFTS
 
 
 def _settle_threads(config: EngineConfig, reasons: list[str]) -> int:
-    cores, stages = _cores(), config.pipeline_stages
+    cores, stages = machine.cores(), config.pipeline_stages
     if config.threads is None and stages > 1:
         share = max(1, cores // stages)
         reasons.append(f"threads={share}: the {cores} cores, shared by {stages} stages")
@@ -353,11 +396,6 @@ def _settle_threads(config: EngineConfig, reasons: list[str]) -> int:
     if config.threads > 4 * cores:
         raise ConfigError(f"threads={config.threads}; there are {cores} cores, give {cores} or so")
     return config.threads
-
-
-def _cores() -> int:
-    # what this process may use, which in a container is less than the machine has
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _settle_length(config: EngineConfig, facts: ModelFacts, reasons: list[str]) -> int:
@@ -417,77 +455,8 @@ def _advise_page_size(config: EngineConfig, reasons: list[str]) -> None:
 
 
 def _table_bytes(config: EngineConfig, length: int) -> int:
-    """Page tables: an int32 on the host and an int64 on each stage for each page of each slot."""
+    """Page tables: an int32 on the host and an int64 on each stage for each page of each slot.  And
+    what is looked up for drafts: an int32 on the device for each position of each slot."""
     entries = config.num_slots * -(-length // config.page_size)
-    return entries * (4 + 8 * config.pipeline_stages)
-
-
-def _device_memory(device: str) -> int:
-    return gpu_memory_available() if device == "cuda" else memory_available()
-
-
-def gpu_memory_available() -> int:
-    """Bytes free on the GPU that `device=cuda` will use: the first of CUDA_VISIBLE_DEVICES, or of
-    the machine.  ConfigError where there is none.
-
-    Asked of nvidia-smi, because torch would make a context on the GPU in this process.  CUDA and
-    nvidia-smi may number unlike GPUs differently unless CUDA_DEVICE_ORDER=PCI_BUS_ID is set.
-    """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and not visible.strip():
-        raise ConfigError(
-            "device=cuda, but CUDA_VISIBLE_DEVICES is empty and hides every GPU; name one there, "
-            "or use device=cpu"
-        )
-    which = ["--id=" + visible.split(",")[0].strip()] if visible else []
-    words = _ask_nvidia_smi([*which, "--query-gpu=memory.free", "--format=csv,noheader,nounits"])
-    first = words.splitlines()[0].strip() if words.strip() else ""
-    if first.startswith("["):  # [N/A]: a GPU that shares the machine's memory
-        return memory_available()
-    if not first.isdigit():
-        raise ConfigError(
-            f"device=cuda, but nvidia-smi tells of no GPU ({first[:80]!r} as free memory); check "
-            "that `nvidia-smi` lists one, or use device=cpu"
-        )
-    return int(first) << 20
-
-
-def _ask_nvidia_smi(arguments: list[str]) -> str:
-    """What it prints; ConfigError where it is missing, fails or hangs."""
-    try:
-        answer = subprocess.run(
-            ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=30, check=False
-        )
-    except FileNotFoundError:
-        raise ConfigError(
-            "device=cuda, but there is no nvidia-smi on PATH to ask for the GPU's memory; install "
-            "NVIDIA's driver, or use device=cpu"
-        ) from None
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(
-            f"device=cuda, but nvidia-smi can't be asked for the GPU's memory ({error}); run it by "
-            "hand, or use device=cpu"
-        ) from error
-    if answer.returncode != 0:
-        said = (answer.stderr.strip() or answer.stdout.strip() or "nothing").splitlines()[0]
-        raise ConfigError(
-            f"device=cuda, but nvidia-smi finds no GPU to use; it said: {said[:200]}; check "
-            "CUDA_VISIBLE_DEVICES and the driver, or use device=cpu"
-        )
-    return answer.stdout
-
-
-def memory_available() -> int:
-    """Bytes of memory that can be had without swapping, on the machine and in this container."""
-    import psutil
-
-    return min(int(psutil.virtual_memory().available), _container_memory())
-
-
-def _container_memory(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes left below this control group's limit; a very large number where there is none."""
-    try:
-        limit, used = (root / name for name in ("memory.max", "memory.current"))
-        return max(0, int(limit.read_text()) - int(used.read_text()))
-    except (OSError, ValueError):  # no control groups, or the limit is the word "max"
-        return 1 << 62
+    history = 4 * config.num_slots * length if config.draft == "ngram" else 0
+    return entries * (4 + 8 * config.pipeline_stages) + history

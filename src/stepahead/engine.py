@@ -31,6 +31,7 @@ from stepahead.scheduler.scheduler import Scheduler
 from stepahead.scheduler.stop import StopTable, Vocabulary
 from stepahead.sync import SyncCounts
 from stepahead.types import (
+    DraftCounts,
     Finish,
     FinishReason,
     Load,
@@ -82,6 +83,7 @@ def limits_of(resolved: Resolved) -> Limits:
         serial_prefill=config.serial_prefill,
         stages=config.pipeline_stages,
         turns=min(config.pipeline_stages, config.steps_ahead),
+        width=config.step_width,
         debug=config.debug,
     )
 
@@ -136,6 +138,10 @@ class Engine:
         """What there is to do, and to do it with, now; for the engine's thread, or as a question to
         the observer."""
         return self.scheduler.measure_load(self.scheduler.load.step)
+
+    def draft_counts(self) -> DraftCounts:
+        """What came of drafts since the start; as `load` to be asked for."""
+        return self.scheduler.draft_counts()
 
     # --- requests ---------------------------------------------------------------------------
 
@@ -263,7 +269,8 @@ class Engine:
         if outputs is None:
             return
         log = self.observer.requests
-        log.delivered(outputs.rids, outputs.first)
+        requests = outputs.rids if outputs.requests is None else outputs.requests
+        log.delivered(requests, outputs.first, len(outputs.rids) - len(requests))
         for finish in outputs.finishes:
             log.ended(finish.rid, finish.reason, len(finish.tokens))
 

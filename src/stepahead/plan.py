@@ -27,7 +27,8 @@ class Join(msgspec.Struct, frozen=True, array_like=True, eq=False):
 
     `tokens` int32[n]: its prompt and the outputs already known; `prompt_len` of them are prompt.
     `cached` positions have their KV in `pages` already (a prefix hit).  `pages` int32[p] is the
-    slot's page table so far.  `seed` and `choice` key the sampling noise.
+    slot's page table so far.  `seed` and `choice` key the sampling noise.  `limit` positions of it
+    will ever be computed.
     """
 
     slot: int
@@ -39,6 +40,7 @@ class Join(msgspec.Struct, frozen=True, array_like=True, eq=False):
     params: SamplingParams
     seed: int
     choice: int
+    limit: int = 1 << 40
 
 
 class Plan(msgspec.Struct, frozen=True, array_like=True, eq=False):
@@ -85,12 +87,13 @@ class PromptRows(msgspec.Struct, frozen=True, array_like=True, eq=False):
 class Result(msgspec.Struct, frozen=True, array_like=True, eq=False):
     """What one step gave.
 
-    `tokens` int32[n + s]: one for each decode row in the plan's order, then one for each chunk
-    that samples.  Times are monotonic nanoseconds: when the runner had the plan, when it had queued
-    the step's last operation, when the device began and ended; 0 where nobody says.  A non-empty
-    `error` means the step failed as a whole and nothing in it counts.  `syncs`: where the runner
-    could not run ahead.  `held`: what kept it, or the device, from going on; in steady decode
-    nothing does.
+    `tokens` int32[n * width + s]: `width` for each decode row in the plan's order, then one for
+    each chunk that samples.  Under drafts the width is more than 1: a row's new tokens, then -1 for
+    each draft that was wrong, and -2 where there was none.  Times are monotonic nanoseconds: when
+    the runner had the plan, when it had queued the step's last operation, when the device began and
+    ended; 0 where nobody says.  A non-empty `error` means the step failed as a whole and nothing in
+    it counts.  `syncs`: where the runner could not run ahead.  `held`: what kept it, or the device,
+    from going on; in steady decode nothing does.
     """
 
     step: int
@@ -106,6 +109,13 @@ class Result(msgspec.Struct, frozen=True, array_like=True, eq=False):
     submitted_ns: int = 0
     held: tuple[Held, ...] = ()
     pooled: StateSums | None = None
+    width: int = 1
+
+    @property
+    def samples(self) -> int:
+        """New tokens."""
+        tokens = self.tokens
+        return len(tokens) if self.width == 1 else int(np.count_nonzero(tokens >= 0))
 
     @property
     def has_extras(self) -> bool:

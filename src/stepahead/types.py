@@ -293,7 +293,9 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, eq=False):
 class Outputs(msgspec.Struct, frozen=True, eq=False):
     """What one retired step gives to clients, in columns: `tokens[i]` belongs to `rids[i]`.
 
-    `rids` int64[n], `tokens` int32[n].  `first` lists requests whose first token this is.
+    `rids` int64[n], `tokens` int32[n].  `first` lists requests whose first token this is.  Under
+    drafts a request may have several tokens, next to each other; then `requests` int64[m] has each
+    once.
     """
 
     step: int
@@ -305,6 +307,28 @@ class Outputs(msgspec.Struct, frozen=True, eq=False):
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     hidden: HiddenRows | None = None
     pooled: StateSums | None = None
+    requests: np.ndarray | None = None
+
+
+class DraftCounts(msgspec.Struct, frozen=True):
+    """What came of drafts since the start: `rows` of steps, of which `drafted` had drafts,
+    `proposed` of them together; and of those that were right how many stood first, second, .. in
+    their row."""
+
+    rows: int = 0
+    drafted: int = 0
+    proposed: int = 0
+    accepted_at: tuple[int, ...] = ()
+
+    @property
+    def accepted(self) -> int:
+        """Drafts that were right."""
+        return sum(self.accepted_at)
+
+    @property
+    def tokens_per_row(self) -> float:
+        """What a row brought in a step, on average; 1 without drafts."""
+        return 1.0 + self.accepted / max(1, self.rows)
 
 
 class Load(msgspec.Struct, frozen=True):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
-from offline_makers import toy_flags
+from offline_makers import tiny_llama, toy_flags
 from stepahead.cli.main import run_command
 from stepahead.config import CHOICES
 
@@ -99,3 +100,32 @@ def test_a_load_longer_than_the_model_is_refused(capsys: pytest.CaptureFixture[s
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "output_len=5000 are 5020 tokens; the model takes" in captured.err
+
+
+def test_drafts_are_held_against_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(tiny_llama(tmp_path, max_len=2048))
+    flags = ["--rounds", "2", "--output-len", "12", "--draft-tokens", "2"]
+    flags += toy_flags(max_model_len=2048)
+    assert run_command(["bench", "spec", model, *flags]) == 0
+    *told, last = capsys.readouterr().out.splitlines()
+    line = json.loads(last)
+    assert (line["bench"], line["draft"], line["drafts"]) == ("spec", "ngram", 2)
+    for workload in ("summarise", "edit code"):
+        figures = line[workload]
+        assert figures["same_tokens"] is True
+        assert figures["rounds"] == 2
+        assert figures["tpot_ms_plain"] > 0 < figures["tpot_ms_drafts"]
+        first, second = figures["accepted_at"]
+        assert first >= second
+        # 11 tokens after the first of each of two answers, in each of two rounds
+        assert figures["rows"] + first + second == 2 * 2 * 11
+        whole = 1 + (first + second) / figures["rows"]
+        assert figures["tokens_per_forward"] == pytest.approx(whole, abs=1e-3)
+    table = "\n".join(told)
+    for words in ("TPOT with drafts", "times faster", "draft 2 accepted", "same tokens"):
+        assert words in table
+
+
+def test_a_comparison_of_nothing_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["bench", "spec", "toy", "--draft", "none"]) != 0
+    assert "bench spec compares drafts with none" in capsys.readouterr().err

@@ -113,10 +113,11 @@ def make_uncaptured() -> Any:
 
 @pytest.mark.parametrize("make", [make_toy, make_llama, make_uncaptured])
 @pytest.mark.parametrize("loop", ["serial", "overlap", "batch-queue"])
+@pytest.mark.parametrize("drafts", [0, 2])
 @pytest.mark.usefixtures("pretended")
-def test_nothing_is_looked_at(make: Callable[[], Any], loop: str) -> None:
-    variant = Variant(loop)
-    spec = runner_spec(resolved(OPTIONS, variant))
+def test_nothing_is_looked_at(make: Callable[[], Any], loop: str, drafts: int) -> None:
+    variant = Variant(loop, draft="ngram" if drafts else "", drafts=drafts)
+    spec = runner_spec(resolved(OPTIONS, variant), variant.draft)
     runner = Runner(make(), Elsewhere(), spec, 64)
     engine = toy_engine(OPTIONS, variant, executor=InlineExecutor(runner))
     for number, params in enumerate(EVERYTHING * 2):

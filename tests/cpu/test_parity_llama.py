@@ -21,7 +21,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from closed_form import pieces
 from engines import Variant, resolved, runner_spec
-from harness import Client, Row, Run, Told, check, ends_of, replay
+from harness import Client, Row, Run, Told, check, ends_of, learn_from, replay
 from stepahead.config import ModelFacts
 from stepahead.engine import Engine
 from stepahead.executor.inline import InlineExecutor
@@ -65,7 +65,7 @@ def engine_of(model: Llama, options: dict[str, Any], variant: Variant, eos: int 
         model.spec.vocab_size, settled.model_len, (eos,), kv_bytes_per_token(model.spec, 4)
     )
     settled = replace(settled, facts=facts)
-    spec = runner_spec(settled)
+    spec = runner_spec(settled, variant.draft)
     runner = Runner(model, build_device(spec), spec, model.spec.vocab_size)
     vocabulary = Vocabulary(pieces(min(64, facts.vocab_size)), frozenset({0, 1}))
     engine = Engine(settled, InlineExecutor(runner), vocabulary)
@@ -143,6 +143,28 @@ def test_a_tiny_llama_gives_the_same_from_every_loop(shard: int) -> None:
     assert nearly.forks <= 2
 
 
+def play_drafted(work: Workload, variant: Variant) -> Run:
+    """As `play`; a run without drafts teaches the drafters its answers."""
+    run = play(work, variant)
+    if not variant.draft:
+        learn_from(run, work)
+    return run
+
+
+def test_a_tiny_llama_gives_the_same_under_drafts() -> None:
+    counts: Counter[str] = Counter()
+    nearly = Nearly()
+    for seed in range(100, 112):
+        loop, depth = (("serial", 0), ("overlap", 0), ("batch-queue", 3))[seed % 3]
+        device = ("hostile", "cpu")[seed % 2]
+        draft = "ngram" if seed % 4 == 3 else "drafters:Half"
+        variant = Variant(loop, device, seed, depth, draft=draft, drafts=1 + seed % 6)
+        counts += check(seed, [variant], with_margins, play_drafted, nearly, replay=__file__)[1]
+    assert counts["drafts accepted"] > 50
+    assert nearly.tokens > 100
+    assert nearly.forks <= 2
+
+
 # --- transformers ---------------------------------------------------------------------------
 
 PROMPT_LENGTHS = (1, 2, 7, 16, 23, 40)
@@ -214,4 +236,4 @@ def test_smollm2_gives_transformers_greedy_tokens() -> None:
 
 
 if __name__ == "__main__":
-    replay(with_margins, play, Nearly())
+    replay(with_margins, play_drafted, Nearly())

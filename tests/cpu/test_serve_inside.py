@@ -50,9 +50,12 @@ def expected() -> list[list[RequestOutput]]:
         return [llm.generate(PROMPTS, params_of(fields)) for fields in ASKED]
 
 
-@pytest.fixture(scope="module", params=LOOPS)
+@pytest.fixture(scope="module", params=[*LOOPS, "drafts"])
 def server(request: pytest.FixtureRequest) -> Iterator[Inside]:
-    with inside(**TOY_OPTIONS, loop=request.param) as found:
+    # of what is asked, what is pushed towards one token repeats itself: its drafts are right
+    drafts = request.param == "drafts"
+    options = {"draft": "ngram"} if drafts else {"loop": request.param}
+    with inside(**TOY_OPTIONS, **options) as found:
         yield found
         found.rest()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from mutations import (
     cache,
     device,
+    drafts,
     ends,
     explain,
     grammar,
@@ -32,6 +33,7 @@ MUTATIONS = [
     *model.MUTATIONS,
     *device.MUTATIONS,
     *ends.MUTATIONS,
+    *drafts.MUTATIONS,
     *pipeline.MUTATIONS,
     *observe.MUTATIONS,
     *probes.MUTATIONS,

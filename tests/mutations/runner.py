@@ -37,7 +37,7 @@ MUTATIONS = [
     Mutation(
         "landing does not wait",
         "poison taken for tokens",
-        "runner/runner.py",
+        "runner/flight.py",
         "        self.event.wait()\n",
         "",
         "tests/cpu/test_parity_toy.py::test_every_client_hears_the_same[0]",
@@ -295,7 +295,7 @@ MUTATIONS = [
         "lengths are copied out as the next step changes them",
         "a length of one step or of the next, as it happens",
         "runner/runner.py",
-        "device.download(lambda: _made(box.lengths_dev), name)",
+        "device.download(lambda: made(box.lengths_dev), name)",
         'device.download(self._slots.length_dev.clone, "slots")',
         "tests/cpu/test_runner_steps.py::"
         "test_lengths_on_their_way_are_not_changed_by_a_step_that_only_prefills[--loop overlap]",

@@ -425,7 +425,7 @@ MUTATIONS = [
         "what was launched is taken from what is planned",
         "a retirement that sees the newest rows",
         "scheduler/scheduler.py",
-        "news = self._settler.rows(launched.rows, result.tokens[:split])",
+        "news = self._settler.rows(rows, result.tokens[:split])",
         "news = self._settler.rows(self._sent_rows[-1], result.tokens[:split])",
         "tests/pure/test_parity_paper.py::test_every_client_hears_the_same_at_any_depth",
     ),
@@ -448,7 +448,7 @@ MUTATIONS = [
     Mutation(
         "the pool is sized by the machine's memory",
         "a GPU that runs out of memory",
-        "config.py",
+        "machine.py",
         '    return gpu_memory_available() if device == "cuda" else memory_available()\n',
         "    return memory_available()\n",
         "tests/pure/test_config_gpu.py::test_the_pool_is_most_of_what_weights_leave",

@@ -41,6 +41,7 @@ EXAMPLES = {
     "executor": "inline",
     "device": "hostile",
     "fence": "coarse",
+    "draft": "ngram",
     "serial_prefill": True,
     "dtype": "bfloat16",
     "kv_memory_gb": 0.5,

@@ -13,15 +13,16 @@ from stepahead.config import (
     ALIASES,
     CHOICES,
     MAX_DEPTH,
+    MAX_DRAFTS,
     MAX_ROWS,
     MAX_STAGES,
     EngineConfig,
     ModelFacts,
-    _container_memory,
     config_from,
     resolve,
 )
 from stepahead.errors import ConfigError, NotEnoughMemory
+from stepahead.machine import _container_memory
 
 FACTS = ModelFacts(vocab_size=64, max_len=128, eos_ids=(1,), kv_bytes_per_token=1 << 10)
 PLENTY = 1 << 34
@@ -45,6 +46,8 @@ BAD: dict[str, list[Any]] = {
     "num_pages": NOT_COUNTS,
     "kv_memory_gb": [0, -1, "4", True, NAN, INF, 1e9],
     "prefix_cache": [None, 1, "yes"],
+    "draft": ["mtp", None, 3],
+    "draft_tokens": [*NOT_COUNTS, MAX_DRAFTS + 1],
     "seed": ["1", 1.0, None, True],
     "threads": NOT_COUNTS,
     "debug": [None, 0, "no"],
@@ -77,9 +80,11 @@ def test_every_choice_is_taken(name: str, choice: str) -> None:
 @pytest.mark.parametrize("alias", ALIASES)
 def test_other_engines_spellings_mean_our_options(alias: str) -> None:
     ours = ALIASES[alias]
-    value = {"prefix_cache": False, "pipeline_stages": 3}.get(ours, 32)
-    assert config_from("toy", {alias: value}) == config_from("toy", {ours: value})
-    assert getattr(config_from("toy", {alias: value}), ours) == value
+    value = {"prefix_cache": False, "pipeline_stages": 3, "draft_tokens": 2}.get(ours, 32)
+    beside = {"draft": "ngram"} if ours == "draft_tokens" else {}
+    found = config_from("toy", {alias: value} | beside)
+    assert found == config_from("toy", {ours: value} | beside)
+    assert getattr(found, ours) == value
     with pytest.raises(ConfigError, match=f"{alias!r} is another spelling of {ours!r}"):
         config_from("toy", {alias: value, ours: value})
     with pytest.raises(ConfigError, match=f"{alias!r} is another spelling of {ours!r}"):
@@ -95,6 +100,37 @@ def test_an_unknown_option_is_named_and_the_known_ones_listed(name: str) -> None
 def test_two_sizes_for_one_pool_contradict() -> None:
     with pytest.raises(ConfigError, match="num_pages and kv_memory_gb"):
         config_from("toy", {"num_pages": 4, "kv_memory_gb": 1})
+
+
+def test_drafts_are_settled_with_a_reason_and_fit_the_step() -> None:
+    config = config_from("toy", {"draft": "ngram", "max_rows": 200, "threads": 1})
+    found = resolve(config, FACTS, bytes_available=PLENTY)
+    assert (found.config.draft_tokens, found.config.step_width) == (3, 4)
+    assert found.config.max_step_tokens == 800
+    reasons = " ".join(found.reasons)
+    assert "draft_tokens=3: what draft=ngram proposes" in reasons
+    assert "max_step_tokens=800: every row of max_rows must fit a step, drafts included" in reasons
+
+
+def test_what_is_looked_up_for_drafts_is_counted_as_memory() -> None:
+    # weights and page tables leave 3 MiB; the tokens of 513 slots of 4,096 positions are 8 MiB
+    facts = ModelFacts(vocab_size=64, max_len=4096, eos_ids=(1,), kv_bytes_per_token=1 << 10)
+    tables = 513 * 256 * 12
+    options = {"threads": 1, "num_pages": 128}
+    resolve(config_from("toy", options), facts, bytes_available=tables + (3 << 20))
+    config = config_from("toy", options | {"draft": "ngram"})
+    with pytest.raises(NotEnoughMemory):
+        resolve(config, facts, bytes_available=tables + (3 << 20))
+
+
+def test_drafts_that_nobody_makes_are_refused() -> None:
+    with pytest.raises(ConfigError, match="draft_tokens=3, but nothing drafts; give draft=ngram"):
+        config_from("toy", {"draft_tokens": 3})
+
+
+def test_drafts_and_stages_are_refused_together() -> None:
+    with pytest.raises(ConfigError, match=r"draft=ngram with pipeline_stages=2.*draft=none"):
+        config_from("toy", {"draft": "ngram", "pipeline_stages": 2})
 
 
 def test_the_hostile_device_is_inline_only() -> None:

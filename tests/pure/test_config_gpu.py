@@ -11,11 +11,10 @@ from stepahead.config import (
     ModelFacts,
     Resolved,
     config_from,
-    gpu_memory_available,
-    memory_available,
     resolve,
 )
 from stepahead.errors import ConfigError, NotEnoughMemory
+from stepahead.machine import gpu_memory_available, memory_available
 
 PAGE_BYTES = 16 << 16
 FACTS = ModelFacts(64, 1 << 20, (1,), kv_bytes_per_token=1 << 16, weight_bytes=1 << 30)

@@ -183,6 +183,30 @@ def test_logprobs_go_with_their_tokens() -> None:
     assert choice.logprobs[1][6].decoded_token == "aa"
     assert choice.logprobs[1][5].rank == 1
     assert choice.cumulative_logprob == -3.0
+    # a step that brings three tokens of one request: each piece has the row of its own
+    collector = Collector(TOY)
+    collector.open("q", Prompt([3]), params, [0], streaming=True)
+    rows = [_rows(place) for place in range(3)]
+    tokens, end = ended(TOY, [4, 6, 8], params)
+    news = collector.take(
+        Outputs(
+            0,
+            np.zeros(3, np.int64),
+            np.array(tokens, np.int32),
+            (0,),
+            logprobs=LogprobRows(
+                np.arange(3, dtype=np.int32),
+                np.concatenate([row.chosen for row in rows]),
+                np.concatenate([row.rank for row in rows]),
+                1,
+                np.concatenate([row.top_ids for row in rows]),
+                np.concatenate([row.top for row in rows]),
+            ),
+        )
+    )
+    assert [delta.logprobs for delta in news.deltas] == [[row] for row in choice.logprobs]
+    collector.take(Outputs(1, np.zeros(0, np.int64), np.zeros(0, np.int32), finishes=(end,)))
+
     bare, _ = collect(TOY, [4, 6], SamplingParams(logprobs=0), streaming=False)
     assert [list(row) for row in bare.outputs[0].logprobs or ()] == [[4], [6]]
 

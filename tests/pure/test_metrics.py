@@ -207,6 +207,44 @@ def test_what_only_we_have_keeps_our_name_in_each_dialect(names: str, engine: En
     assert value(families, "stepahead_info", loop="overlap", depth="2") == 1
 
 
+@pytest.mark.parametrize("names", METRIC_NAMES)
+def test_drafts_are_told_by_place_where_there_are_any(names: str, engine: Engine) -> None:
+    words = ("draft", "spec_", "accepted")
+    assert not any(word in name for name in parsed(engine, names) for word in words)
+    made = toy_engine(OPTIONS, Variant("overlap", "paper", draft="paper", drafts=2))
+    greedy = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=9)
+    tokens = 0
+    made.add([5, 6, 7], greedy)
+    while made.has_work:
+        outputs = made.step()
+        tokens += 0 if outputs is None else len(outputs.tokens)
+    counts = made.draft_counts()
+    assert tokens == 9
+    assert counts.accepted > 0
+    families = parsed(made, names)
+    # the first token came from the prompt
+    assert counts.rows + counts.accepted == tokens - 1
+    if names == "sglang":
+        length = value(families, "sglang:spec_accept_length")
+        assert length == pytest.approx(8 / counts.rows)
+        rate = value(families, "sglang:spec_accept_rate")
+        assert rate == pytest.approx(counts.accepted / counts.proposed)
+        return
+    given_out = {"stepahead": "stepahead_generated", "vllm": "vllm:generation"}[names]
+    assert value(families, f"{given_out}_tokens_total") == tokens
+    prefix = {"stepahead": "stepahead_", "vllm": "vllm:spec_decode_num_"}[names]
+    per_place = {"stepahead": "accepted_tokens", "vllm": "accepted_tokens_per_pos"}[names]
+    proposed = {"stepahead": "drafted_tokens", "vllm": "draft_tokens"}[names]
+    assert value(families, f"{prefix}{proposed}_total") == counts.proposed
+    for place, count in enumerate(counts.accepted_at):
+        assert value(families, f"{prefix}{per_place}_total", position=str(place)) == count
+    if names == "vllm":
+        assert value(families, f"{prefix}accepted_tokens_total") == counts.accepted
+        assert value(families, f"{prefix}drafts_total") == counts.drafted
+        frame = top.frame_of(top.parse(text_of(made, names), 102.0), None)
+        assert frame.engine == "vLLM"
+
+
 @pytest.mark.parametrize("names", ["vllm", "sglang"])
 def test_who_reads_the_other_engines_reads_us_by_their_names(names: str) -> None:
     """`stepahead top` knows their metrics from their own pages, not from this table."""

@@ -102,6 +102,15 @@ def test_a_step_that_has_landed_meanwhile_does_not_give_negative_idle_time() -> 
     assert ours(now, state_document(1)).idle_ms == {"plan late": 0.3}
 
 
+def test_drafts_of_an_engine_of_ours_are_told_by_place() -> None:
+    assert ours(state_document(2), state_document(1)).drafts_pct == ()
+    earlier = state_document(1, drafts={"drafted": 100, "accepted_at": [50, 10]})
+    now = state_document(2, drafts={"drafted": 300, "accepted_at": [200, 60]})
+    assert ours(now, earlier).drafts_pct == (75.0, 25.0)
+    assert ours(now).drafts_pct == (pytest.approx(200 / 3), 20.0)
+    assert ours(earlier, earlier).drafts_pct == ()
+
+
 ANOTHER = state_document(1, about={"loop": "serial"})
 ANOTHER["requests"] = {"prompt_tokens": 1900, "cached_tokens": 0}
 

@@ -101,6 +101,7 @@ def test_the_state_at_rest_is_exact() -> None:
             "device_idle_pct": pytest.approx(100 * 32 / 112),
         },
         "syncs": {},
+        "drafts": None,
         "requests": {
             "arrived": 4,
             "admitted": 4,

@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,13 @@ from cyclopts import App
 from rich.console import Console
 from rich.table import Table
 
-from stepahead.cli.options import EngineFlags, Quiet, given, open_model
+from stepahead.cli.options import EngineFlags, Quiet, given, open_model, packaged_model
 from stepahead.cli.tables import Summary, show_probes, summary_table
 from stepahead.config import CHOICES
 from stepahead.errors import ConfigError
 from stepahead.llm.figures import RunTally
 from stepahead.llm.offline import LLM
+from stepahead.llm.prompts import read_chat
 from stepahead.types import SamplingParams
 
 _LOOPS = CHOICES["loop"]
@@ -90,6 +92,54 @@ def engine_overhead() -> None:
     from stepahead.sim.overhead import measure, table
 
     _show(measure(), table)
+
+
+@app.command
+def spec(
+    model: Path | None = None,
+    /,
+    *,
+    rounds: int = 7,
+    output_len: int = 96,
+    quiet: Quiet = False,
+    engine: EngineFlags = None,
+) -> None:
+    """What drafts bring where answers say again what the prompt has said: a summary, edited code.
+
+    Parameters
+    ----------
+    model
+        A Hugging Face folder or a .gguf file of a chat model; SmolLM2 if none is named.
+    rounds
+        How often each workload is answered, without drafts and with them in turn.
+    output_len
+        Tokens of an answer.
+    """
+    from stepahead.cli.bench_spec import measure_spec, spec_table
+    from stepahead.cli.spec_prompts import SPEC_PROMPTS
+
+    if rounds < 1 or output_len < 2:
+        raise ConfigError(f"rounds={rounds}, output_len={output_len}; give at least 1 and 2")
+    name, options = str(model or packaged_model()), {"draft": "ngram"} | given(engine)
+    if options["draft"] == "none":
+        raise ConfigError("draft=none; bench spec compares drafts with none, give draft=ngram")
+    bare = {name: value for name, value in options.items() if name not in ("draft", "draft_tokens")}
+    with LLM(name, **bare) as plain, LLM(name, **options) as drafted:
+        workloads = {
+            what: [_chat_ids(drafted, text) for text in texts]
+            for what, texts in SPEC_PROMPTS.items()
+        }
+        found = measure_spec(plain, drafted, workloads, output_len, rounds)
+        config = drafted.resolved.config
+    if not quiet:
+        print(f"{config.draft}, {config.draft_tokens} drafts, loop={config.loop}")
+        Console().print(spec_table(found))
+    about = {"bench": "spec", "model": name, "draft": config.draft, "drafts": config.draft_tokens}
+    print(json.dumps(about | {what: one.as_dict() for what, one in found.items()}))
+
+
+def _chat_ids(llm: LLM, text: str) -> list[int]:
+    return read_chat([{"role": "user", "content": text}], llm.tokenizer).ids
 
 
 def _show(found: dict[str, Any], table: Callable[[dict[str, Any]], Table]) -> None:

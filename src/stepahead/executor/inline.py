@@ -16,7 +16,8 @@ from stepahead.executor.failures import ANSWERED, step_failed
 from stepahead.plan import Plan, Result
 
 if TYPE_CHECKING:
-    from stepahead.runner.runner import Runner, RunnerFlight
+    from stepahead.runner.flight import RunnerFlight
+    from stepahead.runner.runner import Runner
 
 _LOG = logging.getLogger("stepahead")
 

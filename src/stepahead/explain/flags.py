@@ -17,6 +17,7 @@ _PROXY = "a proxy in front does that"
 _LOGGED = "requests are not logged; request_spans exports them"
 _ONE_DEVICE = "one rank so far"
 _NOT_NEEDED = "nothing here depends on it"
+_DRAFTS = "drafts are asked for with --draft ngram"
 _KERNELS = "the attention that fits the device is taken"
 
 
@@ -65,10 +66,10 @@ VLLM: tuple[Flag, ...] = (
     _no(_ONE_DEVICE, "--all2all-backend"),
     _no(_ONE_DEVICE, "--enable-eplb", takes="nothing"),
     _no(_ONE_DEVICE, "--nnodes", takes="number"),
-    _no("drafts are not here yet", "--speculative-config", "-sc", takes="json"),
-    _no("drafts are not here yet", "--spec-method"),
-    _no("drafts are not here yet", "--spec-model"),
-    _no("drafts are not here yet", "--spec-tokens", takes="number"),
+    _no(_DRAFTS, "--speculative-config", "-sc", takes="json"),
+    _no(_DRAFTS, "--spec-method"),
+    _no(_DRAFTS, "--spec-model"),
+    _no(_DRAFTS, "--spec-tokens", takes="number"),
     _no("the scheduler is not exchanged", "--scheduler-cls"),
     _no("requests are served as they come", "--scheduling-policy"),
     _no("long prompts always run in chunks", "--enable-chunked-prefill", takes="nothing"),
@@ -146,11 +147,11 @@ SGLANG: tuple[Flag, ...] = (
     _no(_ONE_DEVICE, "--nnodes", takes="number"),
     _no(_ONE_DEVICE, "--node-rank", takes="number"),
     _no(_ONE_DEVICE, "--dist-init-addr"),
-    _no("drafts are not here yet", "--speculative-algorithm", "--speculative-algo"),
-    _no("drafts are not here yet", "--speculative-num-steps", takes="number"),
-    _no("drafts are not here yet", "--speculative-eagle-topk", takes="number"),
-    _no("drafts are not here yet", "--speculative-num-draft-tokens", takes="number"),
-    _no("drafts are not here yet", "--speculative-draft-model-path"),
+    _no(_DRAFTS, "--speculative-algorithm", "--speculative-algo"),
+    _no(_DRAFTS, "--speculative-num-steps", takes="number"),
+    _no(_DRAFTS, "--speculative-eagle-topk", takes="number"),
+    _no(_DRAFTS, "--speculative-num-draft-tokens", takes="number"),
+    _no(_DRAFTS, "--speculative-draft-model-path"),
     _no("structured output is not here yet", "--grammar-backend"),
     _no("prefill and decode share an engine", "--disaggregation-mode"),
     _no("prefill and decode share an engine", "--disaggregation-transfer-backend"),

@@ -12,13 +12,12 @@ from stepahead.config import (
     EngineConfig,
     ModelFacts,
     config_from,
-    gpu_memory_available,
-    memory_available,
     resolve,
 )
 from stepahead.errors import ConfigError, NotEnoughMemory
 from stepahead.explain.models import Described
 from stepahead.explain.report import Entry
+from stepahead.machine import gpu_memory_available, memory_available
 
 GIVEN = "as given"
 _PLENTY = 1 << 62

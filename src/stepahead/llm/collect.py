@@ -201,7 +201,9 @@ class Collector:
             if owner is None or not owner[1].streaming or rid in ending:
                 continue  # the last token is told with the end: it may be cut
             asked, answer = owner
-            logprobs = None if answer.logprobs is None else answer.logprobs[-1:]
+            # under drafts a step brings several tokens, and the rows of all of them are there
+            place = answer.told_tokens
+            logprobs = None if answer.logprobs is None else answer.logprobs[place : place + 1]
             text = answer.push(token)
             prompt = asked.prompt_logprobs
             tell(Delta(asked.key, answer.index, text, [token], logprobs, prompt_logprobs=prompt))

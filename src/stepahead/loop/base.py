@@ -150,7 +150,7 @@ class LoopCore:
 
     def _count(self, result: Result) -> None:
         if self._held is not None:
-            self.observer.syncs.add(self._held, len(result.tokens))
+            self.observer.syncs.add(self._held, result.samples)
             self._held = None
         for sync in result.syncs:
             self.observer.syncs.add(sync.reason, sync.rows)

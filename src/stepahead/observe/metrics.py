@@ -67,6 +67,9 @@ def families(reading: Reading, names: str) -> Iterator[Metric]:
     base = _base(reading, names)
     for item in _SHARED[names]:
         yield _family(item, reading, names, base)
+    if reading.drafts.accepted_at:
+        for item in _DRAFTS[names]:
+            yield _family(item, reading, names, base)
     for item in _OWN:
         yield _family(item, reading, "stepahead", _base(reading, "stepahead"))
 
@@ -193,6 +196,17 @@ def _probes(reading: Reading) -> Values:
             ("0.99", found.p99_ns),
         )
     }
+
+
+def _accepted_at(reading: Reading) -> Values:
+    return {
+        (("position", str(place)),): float(count)
+        for place, count in enumerate(reading.drafts.accepted_at)
+    }
+
+
+def _accept_rate(reading: Reading) -> float:
+    return reading.drafts.accepted / max(1, reading.drafts.proposed)
 
 
 # --- names --------------------------------------------------------------------------------------
@@ -398,6 +412,54 @@ _SHARED: dict[str, tuple[One | Spread, ...]] = {
     "stepahead": _OURS,
     "vllm": _VLLM,
     "sglang": _SGLANG,
+}
+# where there are drafts
+_DRAFTS: dict[str, tuple[One, ...]] = {
+    "stepahead": (
+        One("counter", "draft_rows", "Rows of steps, drafts or not.", lambda r: r.drafts.rows),
+        One("counter", "drafted_tokens", "Drafts proposed.", lambda r: r.drafts.proposed),
+        One("counter", "accepted_tokens", "Right drafts, by place in their row.", _accepted_at),
+    ),
+    "vllm": (
+        One(
+            "counter",
+            "spec_decode_num_drafts",
+            "Number of spec decoding drafts.",
+            lambda r: r.drafts.drafted,
+        ),
+        One(
+            "counter",
+            "spec_decode_num_draft_tokens",
+            "Number of draft tokens.",
+            lambda r: r.drafts.proposed,
+        ),
+        One(
+            "counter",
+            "spec_decode_num_accepted_tokens",
+            "Number of accepted tokens.",
+            lambda r: r.drafts.accepted,
+        ),
+        One(
+            "counter",
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Accepted tokens per draft position.",
+            _accepted_at,
+        ),
+    ),
+    "sglang": (
+        One(
+            "gauge",
+            "spec_accept_length",
+            "The average acceptance length of speculative decoding.",
+            lambda r: r.drafts.tokens_per_row,
+        ),
+        One(
+            "gauge",
+            "spec_accept_rate",
+            "The average acceptance rate of speculative decoding.",
+            _accept_rate,
+        ),
+    ),
 }
 # what no other engine tells
 _OWN = (

@@ -18,7 +18,7 @@ from stepahead.observe.observer import Observer, Snapshot
 from stepahead.observe.probes import Probes, probes
 from stepahead.observe.requests import RequestTotals
 from stepahead.observe.spread import spread
-from stepahead.types import Load
+from stepahead.types import DraftCounts, Load
 
 RATE_NS = 10_000_000_000  # rates are those of the last ten seconds
 PROBED_STEPS = 2048  # probes are those of the last so many steps
@@ -54,6 +54,10 @@ class Watched(Protocol):
         """What there is to do, and to do it with, now."""
         ...
 
+    def draft_counts(self) -> DraftCounts:
+        """What came of drafts since the start."""
+        ...
+
 
 @dataclass(frozen=True, eq=False)
 class Reading:
@@ -68,6 +72,7 @@ class Reading:
     steps: int
     books: BookSummary
     requests: RequestTotals
+    drafts: DraftCounts
 
     @cached_property
     def probes(self) -> Probes | None:
@@ -97,6 +102,7 @@ def read(watched: Watched) -> Reading:
         observer.steps.count,
         observer.books.known(at_rest=not watched.flights),
         observer.requests.totals(),
+        watched.draft_counts(),
     )
 
 
@@ -120,6 +126,7 @@ def document(reading: Reading) -> dict[str, Any]:
     probes     the four probes of the last 2,048 steps, or None where none has landed
     syncs      pulls back to serial work by reason
     requests   requests and tokens since the start
+    drafts     what came of drafts since the start, None without them
     rates      a second, over the last ten seconds
     latencies  in ms, over the last values kept; None where there are none
     """
@@ -135,6 +142,7 @@ def document(reading: Reading) -> dict[str, Any]:
         "probes": None if reading.probes is None else reading.probes.as_dict(),
         "syncs": snapshot.syncs,
         "requests": _requests(reading.requests),
+        "drafts": _drafts(reading.drafts),
         "rates": {
             "steps": reading.per_second("step"),
             "generated_tokens": reading.per_second("samples"),
@@ -172,6 +180,18 @@ def _requests(totals: RequestTotals) -> dict[str, Any]:
         "cached_tokens": totals.cached_tokens,
         "generated_tokens": totals.generated_tokens,
         "ends": dict(totals.ends),
+    }
+
+
+def _drafts(counts: DraftCounts) -> dict[str, Any] | None:
+    if not counts.accepted_at:
+        return None
+    return {
+        "rows": counts.rows,
+        "drafted": counts.drafted,
+        "proposed": counts.proposed,
+        "accepted_at": list(counts.accepted_at),
+        "tokens_per_row": counts.tokens_per_row,
     }
 
 

@@ -201,9 +201,12 @@ class RequestLog:
 
     # --- tokens -----------------------------------------------------------------------------
 
-    def delivered(self, rids: np.ndarray, first: Sequence[int]) -> None:
+    def delivered(self, rids: np.ndarray, first: Sequence[int], together: int = 0) -> None:
         """Each of `rids` int64[n], all different, is given a token now; those in `first` their
-        first one.  The same array as last time says that these are the same requests."""
+        first one.  The same array as last time says that these are the same requests.  `together`
+        more tokens came right behind one of these, and have a gap of nothing."""
+        if together:
+            self._gaps.add(0, together)
         if rids is self._rids:
             self._heard_ns.append(self._clock_ns())
             if len(self._heard_ns) > _STEADY:

@@ -110,7 +110,7 @@ class StepLog:
             kind,
             rows,
             chunk_tokens,
-            len(result.tokens),
+            result.samples,
             flights,
             -1 if awaited is None else _INDEX[awaited],
             plan_ns,

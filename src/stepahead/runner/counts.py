@@ -55,6 +55,12 @@ class PenaltyCounts:
         """One more of each token (forward stream)."""
         self.outputs_dev[rows_dev, tokens_dev] += 1
 
+    def count_where(self, rows_dev: Tensor, tokens_dev: Tensor, counts_dev: Tensor) -> None:
+        """One more of each token whose bool `counts_dev` is true; rows and tokens may come several
+        times (forward stream)."""
+        ones = counts_dev.to(torch.int32)
+        self.outputs_dev.index_put_((rows_dev, tokens_dev), ones, accumulate=True)
+
     def _grow(self, rows: int) -> None:
         have = len(self.outputs_dev)
         if rows <= have:

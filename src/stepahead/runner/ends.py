@@ -27,6 +27,13 @@ class Ends:
     own_dev: Tensor | None
 
 
+def eos_table(eos_ids: tuple[int, ...], vocab_size: int, place: torch.device) -> Tensor:
+    """bool[vocab_size], true for the ends of sequence."""
+    table = torch.zeros(vocab_size, dtype=torch.bool, device=place)
+    table[list(eos_ids)] = True
+    return table
+
+
 def ended(ends: Ends, tokens_dev: Tensor, positions_dev: Tensor) -> Tensor:
     """bool[r] for tokens int64[r] at positions int64[r]."""
     if ends.eos_dev is None:

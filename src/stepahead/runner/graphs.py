@@ -30,7 +30,9 @@ from torch import Tensor
 from stepahead.device.base import Device, Event, Graph, Stream, Work
 from stepahead.model.batch import StepInputs
 from stepahead.runner.inputs import decode_inputs
+from stepahead.runner.relay import shape_of
 from stepahead.runner.slots import SlotState
+from stepahead.runner.verify import ask, verify_inputs
 
 if TYPE_CHECKING:
     from stepahead.runner.runner import Model
@@ -53,8 +55,8 @@ class DecodeRun:
     """A launched step of n rows.
 
     states_dev  [n, hidden] and
-    logits_dev  float32[n, vocab]: valid on the forward stream until the next launch; read the
-                memory `RESULTS`
+    logits_dev  float32[n, vocab], under drafts [n * width, ..]: valid on the forward stream until
+                the next launch; read the memory `RESULTS`
     reads_over  passes when the page tables have been read for the last time
     """
 
@@ -75,8 +77,10 @@ class DecodeGraphs:
         page_size: int,
         max_pages: int,
         sizes: tuple[int, ...],
+        width: int = 1,
     ) -> None:
-        """Captures them all; nothing may be in flight.  Use `capture_decode`."""
+        """Captures them all; nothing may be in flight.  Use `capture_decode`.  `width`: positions
+        of a row."""
         self._device = device
         self._model = model
         self._kv = kv
@@ -84,11 +88,13 @@ class DecodeGraphs:
         self._page_size = page_size
         self._most = max_pages * page_size
         most_rows, place = sizes[-1], device.place
-        self._bounds = np.full(most_rows, self._most)
+        self._width = width
+        self._bounds = np.full(most_rows * width, self._most)
         self._rows_dev = torch.zeros(most_rows, dtype=torch.int64, device=place)
-        self._tokens_dev = torch.zeros(most_rows, dtype=torch.int64, device=place)
+        shape = shape_of(most_rows, width)
+        self._tokens_dev = torch.zeros(shape, dtype=torch.int64, device=place)
         self._inputs: StepInputs | None = None  # from the first part to the second, in capture
-        self._states_dev, self._logits_dev = self._result_memory(most_rows)
+        self._states_dev, self._logits_dev = self._result_memory(most_rows * width)
         self._graphs: dict[int, Graph] = {}
         for size in reversed(sizes):  # the largest first: its memory has room for all others
             graph = device.capture(partial(self._first, size), partial(self._rest, size))
@@ -111,8 +117,8 @@ class DecodeGraphs:
     ) -> DecodeRun:
         """Enqueues a step of slots `rows_dev` int64[n] on the forward stream.
 
-        `tokens` gives their input tokens int64[n] there; it, and reading `rows_dev`, reads `reads`
-        and writes `writes`.
+        `tokens` gives their input tokens, int64[n] or int64[n, width], there; it, and reading
+        `rows_dev`, reads `reads` and writes `writes`.
         """
         rows = len(rows_dev)
         size = next(size for size in self._sizes if size >= rows)
@@ -122,7 +128,8 @@ class DecodeGraphs:
             Work(partial(self._first, size), (_INPUTS, "pages", "slots"), (_STATES,)),
             Work(partial(self._rest, size), (_INPUTS, _STATES, "kv"), ("kv", RESULTS)),
         )
-        return DecodeRun(self._states_dev[:rows], self._logits_dev[:rows], reads_over)
+        positions = rows * self._width
+        return DecodeRun(self._states_dev[:positions], self._logits_dev[:positions], reads_over)
 
     def _fill(self, size: int, rows_dev: Tensor, tokens: Callable[[], Tensor]) -> None:
         rows = len(rows_dev)
@@ -134,22 +141,21 @@ class DecodeGraphs:
 
     def _first(self, size: int) -> None:
         with torch.inference_mode():
-            rows, slots = self._rows_dev[:size], self._slots
-            self._inputs = decode_inputs(
-                rows,
-                self._tokens_dev[:size],
-                self._bounds[:size],
-                slots,
-                self._page_size,
-                self._most,
+            rows, tokens, slots = self._rows_dev[:size], self._tokens_dev[:size], self._slots
+            bounds = self._bounds[: size * self._width]
+            rest = (bounds, slots, self._page_size, self._most)
+            self._inputs = (
+                decode_inputs(rows, tokens, *rest)
+                if self._width == 1
+                else verify_inputs(ask(rows, tokens, slots), *rest)
             )
 
     def _rest(self, size: int) -> None:
         with torch.inference_mode():
             assert self._inputs is not None, "the second part ran without the first"
             states = self._model(self._inputs, self._kv)
-            self._states_dev[:size].copy_(states)
-            self._logits_dev[:size].copy_(self._model.logits(states))
+            self._states_dev[: len(states)].copy_(states)
+            self._logits_dev[: len(states)].copy_(self._model.logits(states))
 
     def _result_memory(self, rows: int) -> tuple[Tensor, Tensor]:
         """Memory for what both parts leave, of the shapes that a row of padding shows."""
@@ -162,16 +168,24 @@ class DecodeGraphs:
 
 
 def capture_decode(
-    device: Device, model: Any, kv: Any, slots: SlotState, page_size: int, max_rows: int
+    device: Device,
+    model: Any,
+    kv: Any,
+    slots: SlotState,
+    page_size: int,
+    max_rows: int,
+    width: int = 1,
 ) -> DecodeGraphs | None:
-    """Graphs for decode steps of up to `max_rows` rows; None where the model can't be captured."""
+    """Graphs for decode steps of up to `max_rows` rows, `width` positions each; None where the
+    model can't be captured."""
     max_pages = slots.pages_dev.shape[1]
     says = getattr(model, "can_capture", None)
     if says is None or not says(page_size, max_pages):
         return None
     if getattr(model, "host_lengths", False):
         return None  # a graph would have the lengths of its capture for ever
-    return DecodeGraphs(device, model, kv, slots, page_size, max_pages, graph_sizes(max_rows))
+    sizes = graph_sizes(max_rows)
+    return DecodeGraphs(device, model, kv, slots, page_size, max_pages, sizes, width)
 
 
 def graph_sizes(max_rows: int) -> tuple[int, ...]:

@@ -19,9 +19,11 @@ from stepahead.runner.slots import SlotState
 class StagedStep:
     """A plan's inputs on the device.
 
-    `rows_dev` int64[n] decode slots; `route`: where the relay finds their input tokens.
+    `rows_dev` int64[n] decode slots, `rows` the same on the host; `route`: where the relay finds
+    their input tokens.
     `bounds` int64 numpy[n]: the rows' contexts as the host predicts them, this step's token
-    included: exact for the living, more for the dead.
+    included: exact for the living, more for the dead.  Under drafts there are `width` of them for
+    each row, upper bounds.
     `slots` int64 numpy[r]: the slots that are sampled for; `slots_dev`: the same on the device.
     `sampled_dev` int64[r]: which of the step's tokens they are sampled after, None for all of them.
     `chunks`: (slot, first token among the step's, count, context length) of each chunk.
@@ -30,6 +32,7 @@ class StagedStep:
     """
 
     rows_dev: Tensor
+    rows: np.ndarray
     route: Any
     bounds: np.ndarray
     slots: np.ndarray
@@ -38,6 +41,12 @@ class StagedStep:
     chunks: tuple[tuple[int, int, int, int], ...] = ()
     chunk_tokens_dev: Tensor | None = None
     chunk_ends_dev: Tensor | None = None
+
+    @property
+    def most(self) -> int:
+        """The longest context of any of its positions, as the host predicts it."""
+        ends = [end for _, _, _, end in self.chunks]
+        return max(int(self.bounds.max(initial=0)), max(ends, default=0))
 
 
 def chunk_tokens(plan: Plan, joins: dict[int, Join]) -> np.ndarray:
@@ -69,17 +78,26 @@ def build_inputs(step: StagedStep, slots: SlotState, relay: Relay, page_size: in
     ids, bounds = relay.resolve(step.route), step.bounds
     most = int(bounds.max()) if len(bounds) else 0
     inputs = decode_inputs(step.rows_dev, ids, bounds, slots, page_size, most)
+    return with_chunks(inputs, step, slots, page_size)
+
+
+def with_chunks(
+    inputs: StepInputs, step: StagedStep, slots: SlotState, page_size: int
+) -> StepInputs:
+    """The step's decode rows and, behind them, its prompt positions, wherever those begin now."""
     if step.chunk_tokens_dev is None:
         return inputs
     token, owner, position = step.chunk_tokens_dev
-    cells = _cells(slots, owner, position, page_size)
+    cells = cells_of(slots, owner, position, page_size)
+    # fewer decode positions may be computed than the host knows of
+    moved = inputs.n_decode - (step.chunks[0][1] if step.chunks else 0)
     chunks = tuple(
-        ChunkRow(first, count, end, slots.pages_dev[slot, : -(-end // page_size)])
+        ChunkRow(first + moved, count, end, slots.pages_dev[slot, : -(-end // page_size)])
         for slot, first, count, end in step.chunks
     )
     return replace(
         inputs,
-        token_ids_dev=torch.cat([ids, token]),
+        token_ids_dev=torch.cat([inputs.token_ids_dev, token]),
         positions_dev=torch.cat([inputs.positions_dev, position]),
         cells_dev=torch.cat([inputs.cells_dev, cells]),
         chunks=chunks,
@@ -103,7 +121,7 @@ def decode_inputs(
     return StepInputs(
         token_ids_dev=ids,
         positions_dev=positions,
-        cells_dev=_cells(slots, seats, positions, page_size),
+        cells_dev=cells_of(slots, seats, positions, page_size),
         n_decode=len(rows),
         decode_pages_dev=slots.pages_dev[:, : -(-most // page_size)].index_select(0, seats),
         decode_lens_dev=positions + 1,
@@ -113,7 +131,8 @@ def decode_inputs(
     )
 
 
-def _cells(slots: SlotState, owner: Tensor, positions: Tensor, page_size: int) -> Tensor:
+def cells_of(slots: SlotState, owner: Tensor, positions: Tensor, page_size: int) -> Tensor:
+    """Where the positions int64[t] of slots int64[t] have their keys and values."""
     pages = slots.pages_dev[owner, positions // page_size]
     return pages * page_size + positions % page_size
 
@@ -122,5 +141,10 @@ def advance(step: StagedStep, slots: SlotState) -> None:
     """Runs on the forward stream, after the model: the slots are that much longer."""
     rows = step.rows_dev
     slots.length_dev.index_add_(0, rows, torch.ones_like(rows))
+    advance_chunks(step, slots)
+
+
+def advance_chunks(step: StagedStep, slots: SlotState) -> None:
+    """The same for the slots of the step's chunks alone."""
     if step.chunk_ends_dev is not None:
         slots.length_dev[step.chunk_ends_dev[0]] = step.chunk_ends_dev[1]

@@ -18,44 +18,42 @@ for that flight only.  Knows no users and no queues.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from stepahead.device.base import Device, Event, HostArray, Stream, Work
+from stepahead.device.base import Device, Event, Stream, Work
 from stepahead.model.batch import StepInputs
-from stepahead.plan import NO_INTS, Plan, PromptRows, Result
+from stepahead.plan import Plan
 from stepahead.runner.arrival import Arrival, waits
 from stepahead.runner.counts import PenaltyCounts
-from stepahead.runner.ends import ended
+from stepahead.runner.draft import build_drafter
+from stepahead.runner.ends import ended, eos_table
 from stepahead.runner.fence import Fence
+from stepahead.runner.flight import Nothing, RunnerFlight, StepBox, made
 from stepahead.runner.graphs import RESULTS, DecodeGraphs, capture_decode
 from stepahead.runner.hand_over import HandOver, Links, Sampled
 from stepahead.runner.hidden import HiddenDownload, PoolDownload, state_sums
-from stepahead.runner.inputs import advance, build_inputs
+from stepahead.runner.inputs import advance, advance_chunks, build_inputs
 from stepahead.runner.keep import KeepAlive
 from stepahead.runner.lengths import HostLengths
 from stepahead.runner.logprobs import (
     LogprobDownload,
-    LogprobTensors,
     describe,
     describe_hidden,
 )
 from stepahead.runner.marks import step_mark
-from stepahead.runner.relay import NoRelay, Relay
-from stepahead.runner.relay.row import RowRelay
-from stepahead.runner.relay.slot import SlotRelay
+from stepahead.runner.relay.choose import build_relay
 from stepahead.runner.sampler import SampleGroup, sample
 from stepahead.runner.slots import SlotState
 from stepahead.runner.spec import RunnerSpec
-from stepahead.runner.stage import PromptScore, Staged, StagedChanges, Stager
-from stepahead.sync import Held, Sync, SyncReason
-
-T = TypeVar("T")
+from stepahead.runner.stage import Staged, StagedChanges, Stager
+from stepahead.runner.verify import Answers, Asked, Verifier
+from stepahead.sync import Sync, SyncReason
 
 
 class Model(Protocol):
@@ -76,79 +74,6 @@ class Model(Protocol):
     def logits(self, hidden: Tensor) -> Tensor:
         """float32[R, vocab]."""
         ...
-
-
-@dataclass
-class StepBox:
-    """What a step's operations leave for each other on the device; filled on the forward stream.
-    `arrived` holds the hidden states that another stage has left, if one had to."""
-
-    arrived: list[Tensor] = field(default_factory=list)
-    states_dev: Tensor | None = None
-    tokens_dev: Tensor | None = None
-    hidden_dev: Tensor | None = None
-    sums_dev: Tensor | None = None
-    lengths_dev: Tensor | None = None
-    logprobs: LogprobTensors | None = None
-    prompts: list[LogprobTensors] = field(default_factory=list)
-
-
-def _made(value: T | None) -> T:
-    assert value is not None, "used before the forward ran"
-    return value
-
-
-class _Nothing:
-    """The tokens of a stage that samples none."""
-
-    def read(self) -> np.ndarray:
-        return NO_INTS
-
-
-@dataclass(frozen=True)
-class RunnerFlight:
-    """A step in the device's hands; `start` and `end` are those of its forward.
-
-    `held` is what held the runner up, `arrival` tells what the device waited for, None if nothing.
-    """
-
-    step: int
-    event: Event
-    start: Event
-    end: Event
-    tokens: HostArray
-    logprobs: LogprobDownload | None
-    prompts: tuple[tuple[PromptScore, LogprobDownload], ...]
-    hidden: HiddenDownload | None
-    pooled: PoolDownload | None
-    syncs: tuple[Sync, ...]
-    held: tuple[Held, ...]
-    arrival: Arrival | None
-    received_ns: int
-    submitted_ns: int
-
-    def ready(self) -> bool:
-        """Whether `land` would return at once."""
-        return self.event.done()
-
-    def land(self) -> Result:
-        """Waits for this step's results; raises what the device raised."""
-        self.event.wait()
-        start_ns = self.start.at_ns()
-        return Result(
-            self.step,
-            self.tokens.read().astype(np.int32),
-            start_ns,
-            self.end.at_ns(),
-            self.logprobs.read() if self.logprobs else None,
-            tuple(PromptRows(s.slot, s.start, download.read()) for s, download in self.prompts),
-            hidden=self.hidden.read() if self.hidden else None,
-            syncs=self.syncs,
-            received_ns=self.received_ns,
-            submitted_ns=self.submitted_ns,
-            held=self.held + self.arrival.held(start_ns) if self.arrival else self.held,
-            pooled=self.pooled.read() if self.pooled else None,
-        )
 
 
 class Runner:
@@ -176,16 +101,19 @@ class Runner:
         self._fence = Fence(device, spec.fence == "fine" and getattr(model, "fine_fence", False))
         self._lengths = HostLengths(device) if getattr(model, "host_lengths", False) else None
         # what a stage hands over is not captured
+        sizes = spec.page_size, spec.max_rows, spec.width
         self._graphs = (
-            capture_decode(device, model, self._kv, self._slots, spec.page_size, spec.max_rows)
-            if links is None
-            else None
+            capture_decode(device, model, self._kv, self._slots, *sizes) if links is None else None
         )
         # nothing of its own is in the air when a row ends whose tokens the host brings
         ahead = spec.depth > spec.stages
         eos_dev = eos_table(spec.eos_ids, vocab_size, place) if ahead else None
+        drafter = build_drafter(spec, self._slots, model) if spec.drafter else None
+        self._verifier = (
+            Verifier(self._slots, self._relay, drafter, spec.page_size) if drafter else None
+        )
         self._stager = Stager(
-            device, spec, self._slots, self._relay, self._counts, self._keep, eos_dev
+            device, spec, self._slots, self._relay, self._counts, self._keep, eos_dev, drafter
         )
         self._hand_over = (
             HandOver(device, spec, links, self._slots, self._relay) if links is not None else None
@@ -229,7 +157,7 @@ class Runner:
         if (
             graphs is not None
             and not staged.inputs.chunks
-            and graphs.fits(len(staged.inputs.bounds))
+            and graphs.fits(len(staged.inputs.rows_dev))
         ):
             self._enqueue_captured(graphs, staged, box)
         else:
@@ -293,7 +221,7 @@ class Runner:
         blocks = staged.blocks
         run = graphs.launch(
             staged.inputs.rows_dev,
-            partial(self._resolve, staged),
+            partial(self._resolve, staged, box),
             (*blocks, "relay", "slots", "counts"),
             ("relay", "slots", "counts"),
         )
@@ -318,28 +246,29 @@ class Runner:
         if not self._last:
             return self._stage_flight(staged, forward, arrival, received_ns)
         name = f"results {staged.step}"
-        tokens = device.download(lambda: _made(box.tokens_dev), name)
+        tokens = device.download(lambda: made(box.tokens_dev), name)
         logprobs = hidden = pooled = None
         if len(group.logprob_rows):
-            logprobs = LogprobDownload(
-                device, lambda: _made(box.logprobs), group.logprob_rows, name
-            )
+            logprobs = LogprobDownload(device, lambda: made(box.logprobs), group.logprob_rows, name)
         prompts = []
         for i, score in enumerate(staged.scores):
             every = np.arange(score.count, dtype=np.int32)
             download = LogprobDownload(device, lambda i=i: box.prompts[i], every, name)
             prompts.append((score, download))
         if len(group.hidden_rows):
-            hidden = HiddenDownload(device, lambda: _made(box.hidden_dev), group.hidden_rows, name)
+            hidden = HiddenDownload(device, lambda: made(box.hidden_dev), group.hidden_rows, name)
         if staged.pools:
-            pooled = PoolDownload(device, lambda: _made(box.sums_dev), staged.pools, name)
+            pooled = PoolDownload(device, lambda: made(box.sums_dev), staged.pools, name)
         lengths = None
         if self._lengths is not None:
-            lengths = device.download(lambda: _made(box.lengths_dev), name)
+            lengths = device.download(lambda: made(box.lengths_dev), name)
         event = device.record(Stream.COPY)
         if self._lengths is not None and lengths is not None:
             self._lengths.follow(event, lengths)
         waited = device.waited()
+        runs = None
+        if self._verifier is not None and self._lengths is None:
+            runs = partial(self._stager.rejections.note, staged.inputs.rows)
         return RunnerFlight(
             staged.step,
             event,
@@ -354,6 +283,8 @@ class Runner:
             arrival,
             received_ns,
             device.now_ns(),
+            self._spec.width,
+            runs,
         )
 
     def _stage_flight(
@@ -371,7 +302,7 @@ class Runner:
             staged.step,
             forward[1],
             *forward,
-            _Nothing(),
+            Nothing(),
             None,
             (),
             None,
@@ -400,37 +331,51 @@ class Runner:
     def _run_model(self, staged: Staged, box: StepBox) -> None:
         with torch.inference_mode():
             self._take_over(staged.changes)
-            inputs = build_inputs(staged.inputs, self._slots, self._relay, self._spec.page_size)
+            step, verifier = staged.inputs, self._verifier
+            if verifier is None:
+                inputs = build_inputs(step, self._slots, self._relay, self._spec.page_size)
+            else:
+                box.asked = verifier.ask(step)
+                inputs = verifier.inputs(step, box.asked)
             if box.arrived:
                 inputs = replace(inputs, states_dev=box.arrived.pop())
-            box.states_dev = self._model(inputs, self._kv)
+            states = self._model(inputs, self._kv)
+            if verifier is not None:
+                states = verifier.spread(made(box.asked), states)
+            box.states_dev = states
 
     def _pass_on(
         self, hand_over: HandOver, sampled: Sampled | None, staged: Staged, box: StepBox
     ) -> None:
         with torch.inference_mode():
             advance(staged.inputs, self._slots)
-            hand_over.pass_on(staged.step, sampled, _made(box.states_dev))
+            hand_over.pass_on(staged.step, sampled, made(box.states_dev))
             box.states_dev = None
 
-    def _resolve(self, staged: Staged) -> Tensor:
+    def _resolve(self, staged: Staged, box: StepBox) -> Tensor:
         self._take_over(staged.changes)
-        return self._relay.resolve(staged.inputs.route)
+        if self._verifier is None:
+            return self._relay.resolve(staged.inputs.route)
+        box.asked = self._verifier.ask(staged.inputs, captured=True)
+        return box.asked.tokens_dev
 
     def _take_over(self, changes: StagedChanges) -> None:
         if changes.joined_dev is not None:
             self._slots.revive(changes.joined_dev)
+            if self._verifier is not None:
+                limits_dev = made(changes.limits_dev)
+                self._verifier.enter(changes.joined_dev, limits_dev, changes.entering)
         for row, prompt_dev, outputs_dev in changes.counts:
             self._counts.start(row, prompt_dev, outputs_dev)
 
     def _run_sampler(self, staged: Staged, box: StepBox, logits_dev: Tensor | None = None) -> None:
         """`logits_dev` float32[r, vocab] where they have been computed; changed in place."""
         with torch.inference_mode():
-            states = _made(box.states_dev)
-            advance(staged.inputs, self._slots)
-            if self._lengths is not None:
-                # a copy: the next step may change them while the copy stream still reads
-                box.lengths_dev = self._slots.length_dev.clone()
+            states = made(box.states_dev)
+            if self._verifier is None:
+                advance(staged.inputs, self._slots)
+            else:
+                advance_chunks(staged.inputs, self._slots)
             for score in staged.scores:
                 rows = states[score.first : score.first + score.count]
                 targets = score.targets_dev
@@ -438,31 +383,61 @@ class Runner:
             if staged.pools:
                 box.sums_dev = state_sums(states, staged.pools)
             box.tokens_dev = self._sample(staged, states, logits_dev, box)
+            if self._lengths is not None:
+                # a copy: the next step may change them while the copy stream still reads
+                box.lengths_dev = self._slots.length_dev.clone()
             box.states_dev = None
 
-    def _sample(
-        self, staged: Staged, states: Tensor, logits: Tensor | None, box: StepBox
-    ) -> Tensor:
-        step, group = staged.inputs, staged.group
+    def _sample(self, staged: Staged, given: Tensor, logits: Tensor | None, box: StepBox) -> Tensor:
+        step, group, verifier, states = staged.inputs, staged.group, self._verifier, given
         slots_dev = step.slots_dev
         if not len(slots_dev):
+            if verifier is not None:
+                verifier.nothing(step, given)
             return slots_dev
         if step.sampled_dev is not None:
             states = states[step.sampled_dev]
         if group.hidden_rows_dev is not None:
             box.hidden_dev = states[group.hidden_rows_dev].float()
-        logits = self._model.logits(states) if logits is None else logits
+        logits = self._logits(states, box.asked) if logits is None else logits
         wanted = group.logprob_rows_dev
         # a copy: sampling changes logits in place
         raw = None if wanted is None else logits[wanted]
-        positions = self._slots.length_dev.index_select(0, slots_dev)
-        tokens = sample(logits, group, positions, self._counts)
+        before = None
+        if verifier is None:
+            positions = self._slots.length_dev.index_select(0, slots_dev)
+        else:
+            positions = verifier.positions(step, made(box.asked))
+            before = verifier.before(step, made(box.asked)) if group.penalised else None
+        tokens = sample(logits, group, positions, self._counts, before)
         if wanted is not None and raw is not None:
             box.logprobs = describe(raw, tokens[wanted], group.logprob_width)
+        if verifier is not None:
+            answers = Answers(tokens, positions, given)
+            return self._take_runs(verifier, staged, box, answers)
         self._relay.stash(slots_dev, tokens)
         if self._hand_over is not None:
             self._hand_over.give_back(staged.step, tokens)
         self._bury(group, slots_dev, tokens, positions)
+        return tokens
+
+    def _logits(self, states: Tensor, asked: Asked | None) -> Tensor:
+        """float32[r, vocab] for states [r, hidden]; zeros of those that were not computed."""
+        verifier = self._verifier
+        if verifier is None or asked is None:
+            return self._model.logits(states)
+        computed = self._model.logits(verifier.computed(asked, states))
+        return verifier.spread(asked, computed)
+
+    def _take_runs(
+        self, verifier: Verifier, staged: Staged, box: StepBox, answers: Answers
+    ) -> Tensor:
+        group = staged.group
+        tokens = verifier.take(staged.inputs, made(box.asked), group.ends, answers)
+        if group.penalised is not None:
+            rows, owners = group.penalised.rows_dev, group.penalised.counts_dev
+            self._counts.count_where(owners, answers.tokens_dev[rows], tokens[rows] >= 0)
+        box.asked = None
         return tokens
 
     def _bury(
@@ -470,19 +445,3 @@ class Runner:
     ) -> None:
         if group.ends is not None:
             self._slots.bury(slots_dev, ended(group.ends, tokens, positions))
-
-
-def build_relay(spec: RunnerSpec, place: torch.device) -> Relay:
-    """The relay that the spec names."""
-    if spec.stage:
-        return NoRelay()
-    if spec.relay == "row":
-        return RowRelay(spec.num_slots, spec.depth, spec.check, place, spec.stages)
-    return SlotRelay(spec.num_slots, spec.check, place)
-
-
-def eos_table(eos_ids: tuple[int, ...], vocab_size: int, place: torch.device) -> Tensor:
-    """bool[vocab_size], true for the ends of sequence."""
-    table = torch.zeros(vocab_size, dtype=torch.bool, device=place)
-    table[list(eos_ids)] = True
-    return table

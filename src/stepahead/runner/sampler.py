@@ -77,21 +77,27 @@ def _floats(bits: Tensor) -> Tensor:
 
 
 def sample(
-    logits: Tensor, group: SampleGroup, positions_dev: Tensor, counts: PenaltyCounts
+    logits: Tensor,
+    group: SampleGroup,
+    positions_dev: Tensor,
+    counts: PenaltyCounts,
+    before_dev: Tensor | None = None,
 ) -> Tensor:
     """Tokens int64[r] for float32[r, vocab] logits, which may be changed in place.
 
-    `positions_dev` int64[r]: the position that each new token will have.
+    `positions_dev` int64[r]: the position that each new token will have.  `before_dev` int64[r, k]:
+    drafts that stand between a row's counted tokens and the new one, negative where there is none;
+    with them nothing is counted, for not all of these tokens will be output.
     """
     if group.edits is not None:
         _apply_edits(logits, group.edits, positions_dev)
     if group.penalised is not None:
-        _apply_penalties(logits, group.penalised, counts)
+        _apply_penalties(logits, group.penalised, counts, before_dev)
     tokens = logits.argmax(-1)
     if group.drawn is not None:
         rows = group.drawn.rows_dev
         tokens[rows] = _draw(logits[rows], group.drawn, positions_dev[rows])
-    if group.penalised is not None:
+    if group.penalised is not None and before_dev is None:
         counts.count(group.penalised.counts_dev, tokens[group.penalised.rows_dev])
     return tokens
 
@@ -107,10 +113,15 @@ def _apply_edits(logits: Tensor, edits: Edits, positions_dev: Tensor) -> None:
         logits.index_put_((row, token), now.masked_fill(banned, -torch.inf))
 
 
-def _apply_penalties(logits: Tensor, penalised: Penalised, counts: PenaltyCounts) -> None:
+def _apply_penalties(
+    logits: Tensor, penalised: Penalised, counts: PenaltyCounts, before_dev: Tensor | None
+) -> None:
     rows, count_rows = penalised.rows_dev, penalised.counts_dev
     presence, frequency, repetition = _floats(penalised.floats_dev).unsqueeze(-1)
     outputs = counts.outputs_dev[count_rows]
+    if before_dev is not None:
+        drafts = before_dev[rows]
+        outputs.scatter_add_(1, drafts.clamp(min=0), (drafts >= 0).to(outputs.dtype))
     values = logits[rows]
     seen = counts.prompt_dev[count_rows] | (outputs > 0)
     repeated = torch.where(values > 0, values / repetition, values * repetition)

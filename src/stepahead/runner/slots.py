@@ -18,13 +18,15 @@ class SlotState:
     """Arrays by slot, on the device: `pages_dev` int64[slots, max_pages]; `length_dev` int64[slots]
     (positions computed); `seat_dev` int64[slots] (whose table and length its rows go by: its own,
     or those of slot 0, the padding, once its stop token has been sampled, so that the steps it
-    still has in the air write nothing).  `computed` int64[slots] is the host's prediction of
-    lengths: exact for rows that live, more for the dead."""
+    still has in the air write nothing); `limit_dev` int64[slots] (positions that will ever be
+    computed, kept where there are drafts).  `computed` int64[slots] is the host's prediction of
+    lengths: exact for rows that live, more for the dead, and under drafts an upper bound."""
 
     def __init__(self, num_slots: int, max_pages: int, place: torch.device) -> None:
         self.pages_dev = torch.zeros((num_slots, max_pages), dtype=torch.int64, device=place)
         self.length_dev = torch.zeros(num_slots, dtype=torch.int64, device=place)
         self.seat_dev = torch.arange(num_slots, device=place)
+        self.limit_dev = torch.zeros(num_slots, dtype=torch.int64, device=place)
         self.computed = np.zeros(num_slots, np.int64)
         self._max_pages = max_pages
 

@@ -23,6 +23,9 @@ class RunnerSpec:
     stages     parts that the model is cut into; this runner has part `stage`
     step_tokens  most positions computed in a step
     state_bytes  of one of them, as a stage hands it to the next
+    drafter    "module:function" that is called with this, the slots' state and the model, and
+               returns the drafter; "" for none
+    draft_tokens  most drafts of a row in a step, 0 without a drafter
     """
 
     factory: str
@@ -44,3 +47,10 @@ class RunnerSpec:
     stage: int = 0
     step_tokens: int = 0
     state_bytes: int = 0
+    drafter: str = ""
+    draft_tokens: int = 0
+
+    @property
+    def width(self) -> int:
+        """Positions of a decode row in a step: its last token, and drafts."""
+        return 1 + self.draft_tokens

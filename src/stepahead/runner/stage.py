@@ -7,6 +7,7 @@ for as long as they are the same.  Enqueues nothing but the copy.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from stepahead.device.base import Device, Staging
 from stepahead.plan import Join, Plan
 from stepahead.runner.counts import PenaltyCounts
+from stepahead.runner.draft import Drafter, Rejections
 from stepahead.runner.hidden import PromptPool
 from stepahead.runner.inputs import StagedStep, chunk_rows, chunk_tokens
 from stepahead.runner.keep import KeepAlive
@@ -31,12 +33,15 @@ class StagedChanges:
 
     `joined_dev` int64[j]: slots with new owners, None if there are none.  `pages_dev` int64[2, k]:
     page-table entries as `SlotState.apply` takes them, None if none change.  `counts`: (row of
-    counts, prompt int64[..], outputs int64[..]) of each new owner with penalties.
+    counts, prompt int64[..], outputs int64[..]) of each new owner with penalties.  Under drafts
+    `limits_dev` int64[j] are those of the new owners, and `entering` what the drafter staged.
     """
 
     joined_dev: Tensor | None
     pages_dev: Tensor | None
     counts: tuple[tuple[int, Tensor, Tensor], ...]
+    limits_dev: Tensor | None = None
+    entering: Any = None
 
 
 @dataclass(frozen=True)
@@ -118,8 +123,13 @@ class Stager:
         counts: PenaltyCounts,
         keep: KeepAlive,
         eos_dev: Tensor | None,
+        drafter: Drafter | None = None,
     ) -> None:
         self._device = device
+        self._width = spec.width
+        self._most = spec.max_pages * spec.page_size
+        self._drafter = drafter
+        self.rejections = Rejections(spec.width)
         self._check = spec.check
         self._slots = slots
         self._relay = relay
@@ -140,6 +150,7 @@ class Stager:
     def stage(self, plan: Plan) -> Staged:
         """Adds what the plan brings to the step's staging block, and sends it."""
         block = _Block(self._device.stage(plan.step))
+        self.rejections.settle(self._slots.computed)
         turn = self._turns[plan.step % len(self._turns)]
         changes = self._stage_changes(plan, block)
         self._stage_rows(plan, turn, block)
@@ -172,10 +183,16 @@ class Stager:
                 counts.append((row, tokens_dev[:split], tokens_dev[split:]))
         joined = np.array([join.slot for join in plan.joins], np.int64)
         pages = self._slots.page_changes(plan)
+        limits = entering = None
+        if self._drafter is not None and plan.joins:
+            limits = block.add(np.array([join.limit for join in plan.joins], np.int64))
+            entering = self._drafter.stage(plan.joins, block.add)
         return StagedChanges(
             block.add(joined) if len(joined) else None,
             None if pages is None else block.add(pages),
             tuple(counts),
+            limits,
+            entering,
         )
 
     def _check_join(self, join: Join) -> None:
@@ -190,7 +207,7 @@ class Stager:
             turn.rows = plan.rows.astype(np.int64)
             turn.rows_dev = block.add(turn.rows)
             turn.rows_block.replace(block.staging.name)
-        self._slots.computed[turn.rows] += 1
+        self._slots.computed[turn.rows] += self._width
 
     def _sample_group(self, plan: Plan, turn: _Turn, block: _Block) -> SampleGroup:
         table = plan.chunk_table
@@ -200,7 +217,8 @@ class Stager:
         if turn.group is not None and not len(sampling):
             return turn.group
         before = block.count
-        group = self._wishes.group(np.concatenate([turn.rows, sampling]), block.add)
+        rows = turn.rows if self._width == 1 else np.repeat(turn.rows, self._width)
+        group = self._wishes.group(np.concatenate([rows, sampling]), block.add)
         if not len(sampling):
             turn.group = group
             if block.count > before:
@@ -211,30 +229,43 @@ class Stager:
 
     def _stage_inputs(self, plan: Plan, turn: _Turn, block: _Block) -> StagedStep:
         rows, rows_dev = turn.rows, turn.rows_dev
-        bounds = self._slots.computed[rows]
+        bounds = self._bounds(rows)
         if not len(plan.chunks):
             route = self._relay.route(rows, rows_dev, rows, plan.tokens, block.add)
-            return StagedStep(rows_dev, route, bounds, slots=rows, slots_dev=rows_dev)
+            return StagedStep(rows_dev, rows, route, bounds, slots=rows, slots_dev=rows_dev)
         table = plan.chunk_table
-        chunks = chunk_rows(plan, len(rows))
+        positions = len(rows) * self._width
+        chunks = chunk_rows(plan, positions)
         owners, lengths = table[:, 0], table[:, 1] + table[:, 2]
         self._slots.computed[owners] = lengths
         sampling = table[:, 3] > 0
         last = np.array([first + count - 1 for _, first, count, _ in chunks])
-        sampled = np.concatenate([np.arange(len(rows)), last[sampling]])
+        sampled = np.concatenate([np.arange(positions), last[sampling]])
         slots = np.concatenate([rows, owners[sampling]])
-        both_dev = block.add(np.stack([sampled, slots]))
+        if self._width == 1:
+            sampled_dev, slots_dev = block.add(np.stack([sampled, slots]))
+        else:
+            sampled_dev, slots_dev = block.add(sampled), block.add(slots)
         return StagedStep(
             rows_dev,
+            rows,
             self._relay.route(rows, rows_dev, slots, plan.tokens, block.add),
             bounds,
             slots=slots,
-            slots_dev=both_dev[1],
-            sampled_dev=both_dev[0],
+            slots_dev=slots_dev,
+            sampled_dev=sampled_dev,
             chunks=chunks,
             chunk_tokens_dev=block.add(chunk_tokens(plan, self._joins)),
             chunk_ends_dev=block.add(np.stack([owners, lengths])),
         )
+
+    def _bounds(self, rows: np.ndarray) -> np.ndarray:
+        """Of the contexts of the rows' positions, int64[n * width]."""
+        bounds = self._slots.computed[rows]
+        if self._width == 1:
+            return bounds
+        each = bounds[:, None] + np.arange(1 - self._width, 1)
+        return np.minimum(each, self._most).reshape(-1)
 
     def _prompt_scores(self, step: StagedStep, block: _Block) -> tuple[PromptScore, ...]:
         scores = []

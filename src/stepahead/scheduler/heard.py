@@ -36,6 +36,10 @@ class Heard:
         self._live = ~table.deaf[np.concatenate([launched.rows.slots, sampling])]
         self._rids = {slot: int(table.rid[slot]) for slot in slots.tolist() if not table.deaf[slot]}
 
+    def spread(self, kept: np.ndarray, rows: int) -> None:
+        """Under drafts: of the tokens of the `rows` decode rows bool[rows * width] are output."""
+        self._live = np.append(kept, self._live[rows:])
+
     def logprobs(self, result: Result) -> tuple[LogprobRows | None, tuple[PromptLogprobs, ...]]:
         """The result's log-probabilities, renumbered as the outputs of the live rows are."""
         prompts = tuple(

@@ -159,7 +159,9 @@ class Lifetime:
             self._witness.admitted(request.rid, cached)
         self.queued_pages -= self._pages(entry)
         params, seed, choice = request.params, request.seed, request.choice
-        return Join(slot, generation, tokens, entry.prompt_len, cached, pages, params, seed, choice)
+        limit = int(table.limit[slot])
+        own = (params, seed, choice, limit)
+        return Join(slot, generation, tokens, entry.prompt_len, cached, pages, *own)
 
     def start_decoding(self, slots: np.ndarray) -> None:
         """All tokens of these slots are scheduled; from the next plan on those that have outputs
@@ -181,9 +183,11 @@ class Lifetime:
         """The entry's outputs so far, int32[n]."""
         return self._tokens(entry, entry.prompt_len)
 
-    def last_outputs(self, entry: Entry, count: int) -> np.ndarray:
-        """The last `count` outputs of an entry that has so many and a slot, int32[count]."""
-        return self._tokens(entry, int(self.table.length[entry.slot]) - count)
+    def last_outputs(self, entry: Entry, count: int, behind: int = 0) -> np.ndarray:
+        """The last `count` outputs of an entry that has so many and a slot, int32[count], but for
+        the `behind` newest ones."""
+        tokens = self._tokens(entry, int(self.table.length[entry.slot]) - count - behind)
+        return tokens[:count]
 
     def _tokens(self, entry: Entry, start: int) -> np.ndarray:
         length = int(self.table.length[entry.slot]) if entry.slot else len(entry.tokens)

@@ -17,7 +17,8 @@ class Limits:
     their input tokens: `host` (the plan brings them all), `slot`, or `row` (the plan brings those
     whose row has no sample in flight).  `serial_prefill`: a step of prompts alone waits until the
     one before it, of prompts alone too, is retired.  `stages` that the model is cut into; the rows
-    take turns in `turns` plans, as many as there are stages and steps in the air.
+    take turns in `turns` plans, as many as there are stages and steps in the air.  `width`: the
+    positions of a decode row in a step, its drafts included.
     """
 
     max_rows: int
@@ -31,6 +32,7 @@ class Limits:
     serial_prefill: bool = False
     stages: int = 1
     turns: int = 1
+    width: int = 1
     debug: bool = False
 
     @property
@@ -61,9 +63,10 @@ def output_limit(limits: Limits, prompt_len: int, max_tokens: int | None) -> int
     return granted
 
 
-def spare_pages(running: int) -> int:
-    """Pages an admission must leave: one for each running row, or it would be preempted at once."""
-    return running
+def spare_pages(running: int, limits: Limits) -> int:
+    """Pages an admission must leave: those of a step for each running row, or it would be preempted
+    at once."""
+    return running * -(-limits.width // limits.page_size)
 
 
 def victims(running: Iterable[Entry]) -> list[Entry]:

@@ -26,7 +26,7 @@ class Room:
         running = [
             e for e in life.entries if e and e.standing in (Standing.PREFILL, Standing.DECODE)
         ]
-        finishing = [e.slot for e in running if table.budget[e.slot] == 0]
+        finishing = [e.slot for e in running if table.budget[e.slot] <= 0]
         self._life = life
         # what marked and finishing slots hold comes back when their flights retire; some of it may
         # be shared and stay, which puts a row off once more and no longer
@@ -34,7 +34,8 @@ class Room:
         self._losers = victims(e for e in running if table.budget[e.slot] > 0)
 
     def make(self, needy: Entry, promised: int, owed: int) -> bool:
-        """Whether a page beyond `promised` can be had now; `owed` rows wait for coming ones."""
+        """Whether a page beyond `promised` can be had now; `owed` of the coming ones are spoken
+        for."""
         life, store = self._life, self._life.store
         while store.available <= promised:
             if self._coming > owed or not self._losers:
@@ -57,6 +58,7 @@ class DecodeRows:
         self.table = life.table
         self.store = life.store
         self._page_size = page_size
+        self._ahead = HORIZON * self.table.width
         self._turns = turns
         self._rows = NOBODY
         self._until_length = self._until_grant = _FAR
@@ -102,7 +104,8 @@ class DecodeRows:
         table = self.table
         self.life.changed = False
         rows = table.rows(table.decoding.nonzero()[0])
-        table.stand(rows)
+        if table.width == 1:  # else each step moves each row by what came of its drafts
+            table.stand(rows)
         self._look_at(rows)
 
     def _look_again(self, rows: RowSet, steady: bool) -> None:
@@ -125,14 +128,14 @@ class DecodeRows:
         if not rows.count:
             return _FAR
         table, at = self.table, rows.at
-        ahead = table.covered[at] - table.planned[at]
+        ahead = (table.covered[at] - table.planned[at]) // table.width
         ahead[table.covered[at] >= table.limit[at]] = _FAR
         return int(ahead.min())
 
     def _grant(self, grants: list[np.ndarray]) -> RowSet:
         """Pages for the positions ahead, in one batch; where they are short, for the next only."""
         table, rows = self.table, self._rows
-        want = np.minimum(table.planned[rows.at] + HORIZON, table.limit[rows.at])
+        want = np.minimum(table.planned[rows.at] + self._ahead, table.limit[rows.at])
         lack = want - table.covered[rows.at]
         index = (lack > 0).nonzero()[0]
         counts = -(-lack[index] // self._page_size)
@@ -161,25 +164,31 @@ class DecodeRows:
         grants.append(flat.reshape(-1))
 
     def _ration(self, rows: RowSet, grants: list[np.ndarray]) -> RowSet:
-        """Pages are short: a page for each row that needs one now, oldest request first.
+        """Pages are short: those of the next step for each row that lacks them, oldest first.
 
         Rows that get none are left out of this plan; younger requests are preempted for them.
         """
         table, entries = self.table, self.life.entries
         at = rows.at
-        bare = (table.planned[at] >= table.covered[at]) & (table.planned[at] < table.limit[at])
-        needy = [entry for slot in rows.slots[bare] if (entry := entries[slot]) is not None]
+        lack = np.minimum(table.planned[at] + table.width, table.limit[at]) - table.covered[at]
+        pages = dict(zip(rows.slots.tolist(), (-(-lack // self._page_size)).tolist(), strict=True))
+        needy = [entry for slot in rows.slots[lack > 0] if (entry := entries[slot]) is not None]
         room = Room(self.life)
         granted: list[int] = []
         left_out: list[int] = []
+        promised = owed = 0
         for entry in sorted(needy, key=lambda entry: entry.arrival):
             if not table.decoding[entry.slot]:
                 continue  # preempted for an older one
-            if self.store.available > len(granted) or room.make(entry, len(granted), len(left_out)):
+            more = pages[entry.slot] - 1  # beside the page that is asked for
+            if room.make(entry, promised + more, owed + more):
                 granted.append(entry.slot)
+                promised += pages[entry.slot]
             else:
                 left_out.append(entry.slot)
-        self._hand_out(np.array(granted, np.int64), np.ones(len(granted), np.int64), grants)
+                owed += pages[entry.slot]
+        counts = np.array([pages[slot] for slot in granted], np.int64)
+        self._hand_out(np.array(granted, np.int64), counts, grants)
         if not left_out and not self.life.changed:
             self._until_grant = self._next_need(rows)
             return rows  # all have a page for now; only those for later are short
@@ -188,7 +197,8 @@ class DecodeRows:
         return table.rows(rows.slots[keep])
 
     def advance(self, rows: RowSet) -> tuple[int, ...]:
-        """Moves the rows' frontiers one position; the slots whose last output that will bring."""
+        """Moves the rows' frontiers one step; the slots whose last output that will bring, under
+        drafts nobody: what it brings is seen when it lands."""
         table = self.table
         table.launch(rows)
         self._until_grant -= 1
@@ -197,8 +207,23 @@ class DecodeRows:
             self._countdowns[id(rows)] = self._until_length, self._until_grant
         if self._until_length > 0:
             return ()
-        ending = rows.slots[table.budget[rows.at] == 0]
+        ending = rows.slots[table.budget[rows.at] <= 0]
         # a row certain to end by length is never launched again
         table.decoding[ending] = False
         self.life.changed = True
-        return tuple(ending.tolist())
+        return tuple(ending.tolist()) if table.width == 1 else ()
+
+    def landed(self, rows: RowSet) -> None:
+        """Under drafts: a step of `rows` has brought more tokens than were promised, so that some
+        may be certain to end by now."""
+        table, slots = self.table, rows.slots
+        if rows is self._rows and not self.life.changed:
+            self._until_length = int(table.budget[rows.at].min(initial=_FAR))
+            if self._until_length > 0:
+                return
+        certain = slots[(table.budget[slots] <= 0) & table.decoding[slots]]
+        if len(certain):
+            table.decoding[certain] = False
+            self.life.changed = True
+        elif not self.life.changed and self._rows.count:
+            self._until_length = int(table.budget[self._rows.at].min())

@@ -17,6 +17,7 @@ from stepahead.cache.store import PageStore
 from stepahead.errors import InvalidParameter, PoolFull
 from stepahead.plan import NO_INTS, Join, Plan, Result
 from stepahead.scheduler.check import check, check_at_rest
+from stepahead.scheduler.drafts import RunSettler, with_chunks
 from stepahead.scheduler.heard import Heard, Launched
 from stepahead.scheduler.lifetime import Entry, Lifetime, Standing, Witness
 from stepahead.scheduler.policy import Limits, output_limit, spare_pages
@@ -26,7 +27,15 @@ from stepahead.scheduler.stop import StopTable
 from stepahead.scheduler.table import NOBODY, RowSet, Table
 from stepahead.scheduler.turns import Turns
 from stepahead.sync import SyncReason
-from stepahead.types import Finish, FinishReason, Load, Outputs, Request, SamplingParams
+from stepahead.types import (
+    DraftCounts,
+    Finish,
+    FinishReason,
+    Load,
+    Outputs,
+    Request,
+    SamplingParams,
+)
 
 
 class Scheduler:
@@ -35,7 +44,7 @@ class Scheduler:
     def __init__(self, limits: Limits, stops: StopTable, witness: Witness | None = None) -> None:
         self.limits = limits
         self.store = PageStore(limits.num_pages, limits.page_size, limits.prefix_cache)
-        self.table = Table(limits.num_slots, limits.max_pages, self.store.mirror)
+        self.table = Table(limits.num_slots, limits.max_pages, self.store.mirror, limits.width)
         self.stops = stops
         self.life = Lifetime(self.table, self.store, stops, witness)
         self.load = Load(pages_total=limits.num_pages - 1)
@@ -47,6 +56,7 @@ class Scheduler:
         self._turns = Turns(self.life, limits.turns, lag) if limits.turns > 1 else None
         self._decode = DecodeRows(self.life, limits.page_size, self._turns)
         self._settler = Settler(self.life, limits.page_size)
+        self._runs = RunSettler(self.life, self._end) if limits.width > 1 else None
         # of the newest plans, one for each stage: a plan is compared with that of S plans before
         self._sent_rows = deque([NOBODY] * limits.stages, limits.stages)
         self._again: Launched | None = None  # the last step, unless there were prompts in it
@@ -109,7 +119,9 @@ class Scheduler:
         over = max(0, rows - self.limits.max_rows)
         held = count - min(count, over)
         asked = sum(-(-length // self.limits.page_size) for length in prompt_lens[:held])
-        spare = spare_pages(rows - over - 1)  # when the last of them is admitted, the others run
+        spare = spare_pages(
+            rows - over - 1, self.limits
+        )  # when the last of them is admitted, the others run
         short = self.life.queued_pages + asked + spare > self.store.available
         return self.waiting + count if short else over
 
@@ -157,7 +169,7 @@ class Scheduler:
             return self._repeat(again)
         grants: list[np.ndarray] = []
         rows = self._decode.select(grants, self._step)
-        chunks, joins = self._prefill(self.limits.max_step_tokens - rows.count)
+        chunks, joins = self._prefill(self.limits.max_step_tokens - rows.count * self.limits.width)
         if not rows.count and not chunks:
             return None
         tokens = self._host_tokens(rows)
@@ -299,7 +311,7 @@ class Scheduler:
     def _admit(self) -> Join | None:
         if (entry := self._next_waiting()) is None:
             return None
-        join = self.life.admit(entry, spare_pages(self.life.running))
+        join = self.life.admit(entry, spare_pages(self.life.running, self.limits))
         if join is None:
             self._refused = self._state(entry)
         else:
@@ -337,12 +349,7 @@ class Scheduler:
         assert oldest == plan.step == result.step, "flights retire in the order of launch"
         launched = self._launched.popleft()
         heard = Heard(self.table, launched) if result.has_extras else None
-        split = launched.rows.count
-        news = self._settler.rows(launched.rows, result.tokens[:split])
-        if len(launched.chunks):
-            more = self._settler.chunks(launched.chunks, result.tokens[split:])
-            news = news.joined(more)
-        finishes = self._stopped(news)
+        news, requests, finishes = self._apply(launched, result, heard)
         for slot in launched.ending:
             entry = self.life.entries[slot]
             if entry is not None and entry.standing is not Standing.ENDED:
@@ -355,8 +362,32 @@ class Scheduler:
         rows, prompts = heard.logprobs(result) if heard else (None, ())
         hidden, pooled = (heard.hidden(result), heard.pooled(result)) if heard else (None, None)
         _, _, rids, tokens, first = news
-        ends = tuple(finishes)
-        return Outputs(plan.step, rids, tokens, first, ends, rows, prompts, hidden, pooled)
+        ended = tuple(finishes)
+        told = (rows, prompts, hidden, pooled, requests)
+        return Outputs(plan.step, rids, tokens, first, ended, *told)
+
+    def _apply(
+        self, launched: Launched, result: Result, heard: Heard | None
+    ) -> tuple[HeardTokens, np.ndarray | None, list[Finish]]:
+        """Who was heard, each of them once where they may have several tokens, and who ended."""
+        rows, chunks = launched.rows, launched.chunks
+        split = rows.count * self.limits.width
+        assert result.width == self.limits.width, "the runner has another number of drafts"
+        if self._runs is None:
+            news = self._settler.rows(rows, result.tokens[:split])
+            if len(chunks):
+                news = news.joined(self._settler.chunks(chunks, result.tokens[split:]))
+            return news, None, self._stopped(news)
+        runs = self._runs.rows(rows, result.tokens[:split])
+        if heard is not None:
+            heard.spread(runs.kept, rows.count)
+        finishes = runs.finishes
+        if len(chunks):
+            more = self._settler.chunks(chunks, result.tokens[split:])
+            finishes += self._stopped(more)
+            runs = with_chunks(runs, more)
+        self._decode.landed(rows)
+        return runs.heard, runs.requests, finishes
 
     def _stopped(self, news: HeardTokens) -> list[Finish]:
         """Ends the requests whose new token completes a stop id or string."""
@@ -370,6 +401,10 @@ class Scheduler:
             if match is not None:
                 finishes.append(self._end(entry, "stop", match))
         return finishes
+
+    def draft_counts(self) -> DraftCounts:
+        """What came of drafts since the start; nothing where there are none."""
+        return DraftCounts() if self._runs is None else self._runs.tallied()
 
     def measure_load(self, step: int = -1) -> Load:
         """What there is to do and to do it with, now; `step` is the last one retired."""

@@ -25,9 +25,11 @@ import numpy as np
 
 from stepahead.cache.tokens import TokenMirror
 
-# planned, in_flight, promised, pins, budget of a row that decodes one position
+# planned, in_flight, promised, pins, budget of a row that decodes one position; under drafts a row
+# has more of them in a step, and is promised one token at least
 _LAUNCH = np.array([[1], [1], [1], [1], [-1]], np.int32)
 _LAND = np.array([[0], [-1], [-1], [-1], [0]], np.int32)
+_EACH_TOKEN = np.array([[1], [0], [0], [0], [-1]], np.int32)
 # landed steps that are kept for later, at most: else a long answer would pile up where no page is
 # granted and nobody looks
 _MOST_KEPT = 16
@@ -89,8 +91,13 @@ class Table:
 
     The columns that move with every step are behind properties, which fold."""
 
-    def __init__(self, num_slots: int, max_pages: int, mirror: TokenMirror) -> None:
+    def __init__(self, num_slots: int, max_pages: int, mirror: TokenMirror, width: int = 1) -> None:
+        """`width`: positions of a decode row in a step."""
         self.num_slots = num_slots
+        self.width = width
+        self._places = np.arange(width)
+        self._launch = _LAUNCH * np.array([[width], [width], [1], [1], [1]], np.int32)
+        self._run_landed = np.array([[-width], [-width], [-1], [-1], [1]], np.int32)
         self.max_pages = max_pages
         # one block, so that a launch or a landing moves several columns in one operation
         self._frontier = np.zeros((5, num_slots), np.int32)
@@ -113,7 +120,8 @@ class Table:
         self.num_pages = np.zeros(num_slots, np.int32)
         self.generation = np.zeros(num_slots, np.int32)
         self.rid = np.zeros(num_slots, np.int64)
-        self.pages = np.zeros((num_slots, max_pages), np.int32)
+        # drafts may be planned behind the last page
+        self.pages = np.zeros((num_slots, max_pages + width - 1), np.int32)
         self._free = list(range(1, num_slots))
 
     # --- the columns that move ----------------------------------------------------------------
@@ -229,7 +237,7 @@ class Table:
         elif (turn := self._turn_of(rows)) is not None:
             turn.launches += 1
         else:
-            self.frontier[:, rows.span] += _LAUNCH * rows.ones
+            self.frontier[:, rows.span] += self._launch * rows.ones
 
     def land(self, rows: RowSet, tokens: np.ndarray) -> None:
         """A step of `rows` has landed with int32[n] `tokens`, and all of them still listen."""
@@ -270,6 +278,29 @@ class Table:
         self._mirror.by_cell[(page << self._page_shift) + (position & mask)] = inputs
         self._last[at] = landed[-1]
         self._length[at] += steps
+
+    def land_runs(self, rows: RowSet, counts: np.ndarray, block: np.ndarray) -> None:
+        """A step of `rows` has landed: of int32[n, width] `block` the first `counts`, int64[n], are
+        new tokens.  What was planned beyond them is taken back."""
+        at, mask = rows.at, self._mirror.page_size - 1
+        self.frontier[:, at] += self._run_landed + _EACH_TOKEN * counts
+        # the inputs up to the last right draft have KV now
+        inputs = np.empty_like(block)
+        inputs[:, 0], inputs[:, 1:] = self._last[at], block[:, :-1]
+        written = self._places < counts[:, None]
+        position = self._length[at][:, None] + self._places - 1
+        page = self.pages[rows.slots[:, None], position >> self._page_shift].astype(np.int64)
+        cell = (page << self._page_shift) + (position & mask)
+        self._mirror.by_cell[cell[written]] = inputs[written]
+        newest = block[np.arange(rows.count), np.maximum(counts, 1) - 1]
+        self._last[at] = newest if counts.all() else np.where(counts, newest, self._last[at])
+        self._length[at] += counts
+
+    def cut(self, slot: int, count: int, last: int) -> None:
+        """The newest `count` tokens of the slot are none of its output; `last` came before them."""
+        self.frontier[0, slot] -= count
+        self._length[slot] -= count
+        self._last[slot] = last
 
     def newest(self, rows: RowSet) -> np.ndarray:
         """The input tokens int32[n] of the rows' next step, where all before it have landed."""

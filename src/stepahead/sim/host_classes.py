@@ -28,7 +28,8 @@ from stepahead.config import EngineConfig, ModelFacts, resolve
 from stepahead.engine import Engine
 from stepahead.plan import Plan, Result, decode_plan, decode_result, encode_plan, encode_result
 from stepahead.runner.build import build_runner
-from stepahead.runner.runner import Runner, RunnerFlight
+from stepahead.runner.flight import RunnerFlight
+from stepahead.runner.runner import Runner
 from stepahead.scheduler.stop import Vocabulary
 from stepahead.text.texts import ToyTexts
 from stepahead.types import SamplingParams

@@ -51,6 +51,11 @@ class _Rates(msgspec.Struct):
     generated_tokens: float
 
 
+class _Drafts(msgspec.Struct):
+    drafted: int
+    accepted_at: list[int]
+
+
 class State(msgspec.Struct):
     """As much of the document as is shown."""
 
@@ -65,6 +70,7 @@ class State(msgspec.Struct):
     requests: _Requests
     rates: _Rates
     latencies: dict[str, _Latency | None]
+    drafts: _Drafts | None = None
 
 
 class _Error(msgspec.Struct):
@@ -121,6 +127,7 @@ def frame_of(now: State, before: State | None) -> Frame:
         pages_pct=100 * taken / load.pages_total if load.pages_total else None,
         pages=load.pages_total,
         prefix_pct=_hits(now, before),
+        drafts_pct=_accepted(now.drafts, before.drafts if before else None),
         flights=now.flights,
         depth=_whole(about.get("depth")),
         syncs={reason: held.steps for reason, held in now.syncs.items()},
@@ -163,6 +170,15 @@ def _hits(now: State, before: State | None) -> float | None:
         asked -= before.requests.prompt_tokens
         found -= before.requests.cached_tokens
     return 100 * found / asked if asked else None
+
+
+def _accepted(now: _Drafts | None, before: _Drafts | None) -> tuple[float, ...]:
+    if now is None:
+        return ()
+    earlier = before or _Drafts(0, [0] * len(now.accepted_at))
+    drafted = now.drafted - earlier.drafted
+    pairs = zip(now.accepted_at, earlier.accepted_at, strict=True)
+    return tuple(100 * (after - start) / drafted for after, start in pairs) if drafted else ()
 
 
 def _quantiles(now: State, name: str) -> Quantiles | None:

@@ -27,12 +27,23 @@ class Relay(Protocol):
         ...
 
     def resolve(self, route: Any) -> Tensor:
-        """The input tokens, int64[n]."""
+        """The input tokens, int64[n]; under drafts int64[n, width]: the row's last token, and its
+        drafts, negative where there is none."""
         ...
 
     def stash(self, slots_dev: Tensor, tokens_dev: Tensor) -> None:
-        """Leaves the step's sampled tokens, int64[s], for later steps."""
+        """Leaves the step's sampled tokens, int64[s] or int64[s, width], for later steps."""
         ...
+
+
+def shape_of(rows: int, width: int) -> tuple[int, ...]:
+    """The shape of so many rows' tokens: without drafts they are not in a row of their own."""
+    return (rows,) if width == 1 else (rows, width)
+
+
+def last_of(tokens_dev: Tensor) -> Tensor:
+    """int64[n], the last token of each of n rows, without drafts."""
+    return tokens_dev if tokens_dev.ndim == 1 else tokens_dev[:, 0]
 
 
 class NoRelay:

@@ -8,6 +8,8 @@ both, and sends them only when a row changed its place.  A row whose last token 
     ring, newest first     [ step n-1: r0 r1 r2 .. | step n-2: r0 r1 .. | .. ]
     index of (age, row)      rows of all newer steps + row
 
+Under drafts a row of the ring has those as well.
+
 Where the model is cut into stages a step's tokens come back `lag` steps later: the ring's newest
 step is n - lag, and no row is younger.
 """
@@ -20,8 +22,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from stepahead.runner.relay import Upload
+from stepahead.runner.relay import Upload, last_of, shape_of
 from stepahead.runner.trap import trap
 
 
@@ -41,10 +44,16 @@ class RowRelay:
     the forward stream."""
 
     def __init__(
-        self, num_slots: int, depth: int, check: bool, place: torch.device, lag: int = 1
+        self,
+        num_slots: int,
+        depth: int,
+        check: bool,
+        place: torch.device,
+        lag: int = 1,
+        width: int = 1,
     ) -> None:
         # so that an empty ring can be indexed, and no row has to be taken from it
-        self._padding = torch.full((1,), -1, dtype=torch.int64, device=place)
+        self._padding = torch.full(shape_of(1, width), -1, dtype=torch.int64, device=place)
         self._ring: deque[Tensor] = deque(maxlen=depth)
         self._sizes: deque[int] = deque(maxlen=depth)  # rows of each, as the host knows them
         self._step_of = np.full(num_slots, -1 - depth, np.int64)
@@ -84,10 +93,11 @@ class RowRelay:
         return np.where(known, 0, newer[np.where(known, lag, age) - lag] + row)
 
     def resolve(self, route: RowRoute) -> Tensor:
-        """The input tokens, int64[count]."""
+        """As in Relay.  A row whose token the host brings has no drafts: the ring may not reach
+        back to them."""
         tokens = self._pick(route)
         if self._check:
-            trap(tokens >= 0, "relay: a row's token was taken from where none is")
+            trap(last_of(tokens) >= 0, "relay: a row's token was taken from where none is")
         return tokens
 
     def _pick(self, route: RowRoute) -> Tensor:
@@ -96,7 +106,11 @@ class RowRelay:
         ring = torch.cat([*self._ring, self._padding])
         if route.tokens_dev is None:
             return ring[route.index_dev]
-        return torch.where(route.tokens_dev >= 0, route.tokens_dev, ring[route.index_dev])
+        brought, picked = route.tokens_dev, ring[route.index_dev]
+        if picked.ndim == 1:
+            return torch.where(brought >= 0, brought, picked)
+        whole = F.pad(brought.unsqueeze(1), (0, picked.shape[1] - 1), value=-1)
+        return torch.where(whole[:, :1] >= 0, whole, picked)
 
     def stash(self, slots_dev: Tensor, tokens_dev: Tensor) -> None:
         """Leaves a step's sampled rows; one that samples none need not, it has no rows to pass."""

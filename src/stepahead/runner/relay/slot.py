@@ -1,6 +1,7 @@
 """The relay by slot: a sampled token waits in its slot until the next step takes it.
 
-The host never sees it in between, unless the plan brings the tokens (the serial loop).  In check
+The host never sees it in between, unless the plan brings the tokens (the serial loop).  Under
+drafts those wait with it, and stay on the device whoever brings the token.  In check
 mode a token can be taken once: taking leaves poison, and poison that is taken is an error, so a
 step that reads a token nobody stashed is caught.
 """
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stepahead.runner.relay import Upload
+from stepahead.runner.relay import Upload, last_of, shape_of
 from stepahead.runner.trap import trap
 
 POISON = -1
@@ -28,11 +29,12 @@ class SlotRoute:
 
 
 class SlotRelay:
-    """`tokens_dev` int64[num_slots].  `route` runs on the host at launch; the others on the forward
-    stream."""
+    """`tokens_dev` int64[num_slots], or int64[num_slots, width] with drafts.  `route` runs on the
+    host at launch; the others on the forward stream."""
 
-    def __init__(self, num_slots: int, check: bool, place: torch.device) -> None:
-        self.tokens_dev = torch.full((num_slots,), POISON, dtype=torch.int64, device=place)
+    def __init__(self, num_slots: int, check: bool, place: torch.device, width: int = 1) -> None:
+        shape = shape_of(num_slots, width)
+        self.tokens_dev = torch.full(shape, POISON, dtype=torch.int64, device=place)
         self._check = check
 
     def route(
@@ -47,13 +49,20 @@ class SlotRelay:
         return SlotRoute(rows_dev, None if tokens is None else upload(tokens))
 
     def resolve(self, route: SlotRoute) -> Tensor:
-        """The input tokens, int64[n]."""
+        """As in Relay."""
         if route.tokens_dev is not None:
-            return route.tokens_dev
+            return self._with_drafts(route.rows_dev, route.tokens_dev)
         tokens = self.tokens_dev.index_select(0, route.rows_dev)
         if self._check:
             self.tokens_dev[route.rows_dev] = POISON
-            trap(tokens >= 0, "relay: a token was taken that no step had stashed")
+            trap(last_of(tokens) >= 0, "relay: a token was taken that no step had stashed")
+        return tokens
+
+    def _with_drafts(self, rows_dev: Tensor, tokens_dev: Tensor) -> Tensor:
+        if self.tokens_dev.ndim == 1:
+            return tokens_dev
+        tokens = self.tokens_dev.index_select(0, rows_dev)
+        tokens[:, 0] = tokens_dev
         return tokens
 
     def stash(self, slots_dev: Tensor, tokens_dev: Tensor) -> None:
