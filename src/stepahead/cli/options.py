@@ -31,7 +31,10 @@ ROOMS: dict[str, tuple[str, ...]] = {
         *("page_size", "num_pages", "kv_memory_gb", "prefix_cache"),
     ),
     "loop: when the host looks": ("loop", "depth", "serial_prefill"),
-    "runner: how a step is run": ("dtype", "fence", "seed", "threads"),
+    "runner: how a step is run": (
+        *("dtype", "fence", "seed", "threads"),
+        *("draft", "draft_tokens"),
+    ),
     "device: on what": ("device", "device_seed"),
     "executor: where": ("executor", "pipeline_stages"),
     "observe: what is shown": ("observe", "metric_names", "request_spans", "debug"),

@@ -148,7 +148,7 @@ SGLANG: tuple[Flag, ...] = (
     _no(_ONE_DEVICE, "--node-rank", takes="number"),
     _no(_ONE_DEVICE, "--dist-init-addr"),
     _no(_DRAFTS, "--speculative-algorithm", "--speculative-algo"),
-    _no(_DRAFTS, "--speculative-num-steps", takes="number"),
+    _as("draft_tokens", "--speculative-num-steps"),
     _no(_DRAFTS, "--speculative-eagle-topk", takes="number"),
     _no(_DRAFTS, "--speculative-num-draft-tokens", takes="number"),
     _no(_DRAFTS, "--speculative-draft-model-path"),
