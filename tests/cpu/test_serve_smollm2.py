@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -53,6 +54,9 @@ def test_a_served_model_says_what_llm_says(wanted: list[Any], loop: str) -> None
                 told = "".join(piece.delta.content or "" for piece in pieces)
                 assert told == want.outputs[0].text
                 assert pieces[-1].finish_reason == want.outputs[0].finish_reason
+        told = httpx.get(server.url() + "/metrics").text
+        assert 'model_name="smol"' in told
+        assert ".gguf" not in told  # no path of the server's machine
 
 
 def _flag(name: str, value: Any) -> tuple[str, str]:

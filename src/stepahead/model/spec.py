@@ -289,6 +289,11 @@ def _folder_sparse(
 def _decode(file: Path, kind: type[_Struct]) -> _Struct:
     try:
         return msgspec.json.decode(file.read_bytes(), type=kind)
+    except FileNotFoundError as error:
+        raise WeightError(
+            f"{file.parent}: not a model's folder: there is no {file.name}; give the folder that "
+            "has it, or a .gguf file"
+        ) from error
     except OSError as error:
         raise WeightError(f"{file}: can't be read: {error.strerror or error}") from error
     except msgspec.ValidationError as error:

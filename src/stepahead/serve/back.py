@@ -56,7 +56,11 @@ def main(read_fd: int, write_fd: int) -> None:
     try:
         start = _receive_start(channel)
         built = _build(channel, start)
-        code = 0 if built is None else EngineDesk(channel, built, start.max_waiting).run()
+        code = 0
+        if built is not None:
+            # what /metrics and /state tell is for clients: they know no path of this machine
+            built.engine.observer.about["model"] = start.name
+            code = EngineDesk(channel, built, start.max_waiting).run()
         channel.close()
     except BaseException as error:
         if not isinstance(error, EOFError | BrokenPipeError):  # the front is gone

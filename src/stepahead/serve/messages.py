@@ -17,11 +17,13 @@ from stepahead.wire import decoder_of
 
 
 class Start(msgspec.Struct, frozen=True):
-    """To the engine, once: what to build.  At most `max_waiting` choices may wait."""
+    """To the engine, once: what to build, and what clients call the model.  At most `max_waiting`
+    choices may wait."""
 
     config: EngineConfig
     chat_template: str | None
     max_waiting: int
+    name: str
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag=1, eq=False):

@@ -70,7 +70,7 @@ class Server:
         self._front = Front(parts.texts, config.max_waiting, config.request_timeout)
         self._name = config.served_name or _model_name(engine.model)
         app = serve_app(self._front, config, self._name, parts.facts.vocab_size)
-        self._start = Start(engine, chat_template, config.max_waiting)
+        self._start = Start(engine, chat_template, config.max_waiting, self._name)
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
                 app,
