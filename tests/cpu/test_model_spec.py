@@ -300,6 +300,8 @@ def test_gguf_head_count_may_be_a_list(tmp_path: Path) -> None:
         ({"llama__context_length": None}, "llama.context_length is None"),
         ({"llama__attention__layer_norm_rms_epsilon": "x"}, "epsilon is 'x', expected a number"),
         ({"split__count": 3}, "one of 3 parts"),
+        ({"llama__final_logit_softcapping": 30.0}, "llama.final_logit_softcapping = 30.0"),
+        ({"llama__attn_logit_softcapping": 50.0}, "llama.attn_logit_softcapping = 50.0"),
     ],
 )
 def test_gguf_refused_by_name(metadata: dict[str, Any], complaint: str, tmp_path: Path) -> None:
@@ -307,6 +309,21 @@ def test_gguf_refused_by_name(metadata: dict[str, Any], complaint: str, tmp_path
     with pytest.raises(UnsupportedModel, match=complaint) as caught:
         read_spec(path)
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(("layers", "scale"), [(26, None), (62, (32 / 4) ** -0.5)])
+def test_the_scale_of_gemma3_27b_is_known_by_its_layers(
+    layers: int, scale: float | None, tmp_path: Path
+) -> None:
+    """The file does not say it: of all sizes it alone divides by another number than head_dim."""
+    path = write_tiny(tmp_path, "gemma3", gemma3__block_count=layers)
+    assert read_spec(path).attention_scale == scale
+
+
+def test_gguf_gemma3_windows_of_another_period_are_refused(tmp_path: Path) -> None:
+    path = write_tiny(tmp_path, "gemma3", gemma3__attention__sliding_window_pattern=2)
+    with pytest.raises(UnsupportedModel, match="sliding_window_pattern = 2 .* only 6"):
+        read_spec(path)
 
 
 def test_gguf_without_embedding(tmp_path: Path) -> None:

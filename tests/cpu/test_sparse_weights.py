@@ -154,6 +154,11 @@ def _put(name: str, value: Tensor) -> Callable[[dict[str, Tensor]], Any]:
     return lambda tensors: tensors.__setitem__(name, value)
 
 
+def _norm_in_fp8(tensors: dict[str, Tensor]) -> None:
+    tensors["model.norm.weight"] = torch.ones(48).to(FP8)
+    tensors["model.norm.weight_scale_inv"] = torch.ones(1)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
@@ -164,6 +169,12 @@ def _put(name: str, value: Tensor) -> Callable[[dict[str, Tensor]], Any]:
             WeightError,
             rf"'{WQ}_scale_inv' has shape \[2, 2\], expected \[5, 2\]: one for each block of 16 by",
         ),
+        (
+            _put(WQ + "_scale_inv", torch.ones(5, 2, dtype=torch.int32)),
+            UnsupportedModel,
+            f"'{WQ}_scale_inv' is stored as torch.int32, expected float32",
+        ),
+        (_norm_in_fp8, UnsupportedModel, r"'model.norm.weight' of shape \[48\] .* only matrices"),
         (_put(WQ, torch.ones(80, 40)), UnsupportedModel, "has a scale and is stored as .*float32"),
         (_put("x_scale_inv", torch.ones(1)), WeightError, "'x_scale_inv' .* has no place"),
         (_put(UP, torch.ones(3, 48)), WeightError, rf"'{UP}' has shape \[3, 48\], expected"),
