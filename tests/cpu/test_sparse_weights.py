@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from stepahead.errors import ModelError, UnsupportedModel, WeightError
+from stepahead.model import weights
 from stepahead.model.fp8 import dequantize_into, scales_shape
 from stepahead.model.load import load
 from stepahead.model.spec import read_spec
@@ -201,6 +202,17 @@ def test_a_file_that_is_wrong_is_told_by_tensor(
     shutil.copytree(fp8_folder, tmp_path, dirs_exist_ok=True)
     rewrite(tmp_path, change)
     with pytest.raises(error, match=words):
+        load_sparse(read_spec(tmp_path), "float32")
+
+
+def test_a_tensor_without_a_place_is_told_before_any_is_read(
+    tmp_path: Path, fp8_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading may take an hour, and what it reads may not fit."""
+    shutil.copytree(fp8_folder, tmp_path, dirs_exist_ok=True)
+    rewrite(tmp_path, _put("model.layers.9.input_layernorm.weight", torch.ones(48)))
+    monkeypatch.setattr(weights, "_fill", lambda *_: pytest.fail("it was read"))
+    with pytest.raises(WeightError, match=r"layers.9.input_layernorm.weight' .* has no place"):
         load_sparse(read_spec(tmp_path), "float32")
 
 

@@ -133,8 +133,9 @@ def _known(model: AnyModel) -> set[str]:
 
 def _read(model: AnyModel, known: set[str], dtype: DTypeName, device: str) -> None:
     with _open(model.spec) as source:
+        # before anything is read: that may be hundreds of gigabytes
+        _refuse_unread(model.spec, source.names() - known - {name + SCALE for name in known})
         _fill(model, source, DTYPES[dtype], device)
-        _refuse_unread(model.spec, source.names() - known)
     _ready(model, device)
 
 
@@ -276,10 +277,7 @@ class _FolderSource:
         self._block = block
 
     def names(self) -> set[str]:
-        return {name for name in self._homes if not self._is_scale(name)}
-
-    def _is_scale(self, name: str) -> bool:
-        return name.endswith(SCALE) and name.removesuffix(SCALE) in self._homes
+        return set(self._homes)
 
     def copy_into(self, name: str, target: Tensor) -> None:
         if name not in self._homes:
