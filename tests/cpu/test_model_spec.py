@@ -322,7 +322,7 @@ def test_the_scale_of_gemma3_27b_is_known_by_its_layers(
 
 def test_gguf_gemma3_windows_of_another_period_are_refused(tmp_path: Path) -> None:
     path = write_tiny(tmp_path, "gemma3", gemma3__attention__sliding_window_pattern=2)
-    with pytest.raises(UnsupportedModel, match="sliding_window_pattern = 2 .* only 6"):
+    with pytest.raises(UnsupportedModel, match=r"sliding_window_pattern = 2 .* only 6"):
         read_spec(path)
 
 
