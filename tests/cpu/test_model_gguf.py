@@ -131,6 +131,9 @@ def test_gemma3_file_gives_what_its_checkpoint_gives(tmp_path: Path) -> None:
     assert spec.windowed == (True,) * 5 + (False,)
     ids = random_ids(40, seed=4)
     ours = Pages(load_model(spec, "float32")).step(chunks={"a": ids})["a"]
+    narrow = load_model(spec, "bfloat16")
+    assert narrow.norm.weight.dtype == torch.float32
+    assert torch.equal(narrow.norm.weight, reference.model.norm.weight + 1)
     # 24 norms one after the other: transformers itself is 4e-5 from float64 here
     torch.testing.assert_close(ours, reference_logits(reference, ids), rtol=0, atol=1e-4)
 

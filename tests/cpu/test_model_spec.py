@@ -120,7 +120,7 @@ GEMMA = {"architectures": ["Gemma3ForCausalLM"], "head_dim": 16, "num_hidden_lay
             *(100, (True, False)),
         ),
         ({"sliding_window": 100}, None, ()),  # Llama has none, whatever its config says
-        (GEMMA, 512, (True, True, True, True, True, False, True)),
+        (GEMMA, 4096, (True, True, True, True, True, False, True)),
         (
             GEMMA | {"sliding_window": 64, "sliding_window_pattern": 2},
             64,
@@ -167,7 +167,22 @@ def test_gemma_ropes_of_both_spellings(tmp_path: Path) -> None:
             "final_logit_softcapping = 30.0 is not",
         ),
         (GEMMA | {"hidden_activation": "relu"}, "hidden_activation = 'relu' is not supported"),
-        (GEMMA | {"layer_types": ["sliding_attention"]}, "1 layer_types for 7 layers"),
+        (GEMMA | {"layer_types": ["sliding_attention"]}, "layer_types is for 1 layers, num_hidd"),
+        (GEMMA | {"layer_types": ["full_attention"]}, "layer_types is for 1 layers, num_hidden"),
+        (
+            GEMMA | {"layer_types": ["chunked_attention"] * 7},
+            "layer_types = 'chunked_attention' is not supported, only 'sliding_attention' and",
+        ),
+        (GEMMA | {"sliding_window": None}, "sliding_window = None is not supported"),
+        (GEMMA | {"rms_norm_eps": -1.0}, r"at `\$.rms_norm_eps`"),
+        ({"num_hidden_layers": 1 << 40}, r"at `\$.num_hidden_layers`"),
+        (
+            {
+                "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+                "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+            },
+            "rope_scaling and rope_parameters are both there and differ",
+        ),
         ({"architectures": "left out"}, "architecture unnamed is not supported"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope scaling 'yarn'"),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope scaling 'dynamic'"),
@@ -285,6 +300,8 @@ def test_gguf_head_count_may_be_a_list(tmp_path: Path) -> None:
         ({"llama__context_length": None}, "llama.context_length is None"),
         ({"llama__attention__layer_norm_rms_epsilon": "x"}, "epsilon is 'x', expected a number"),
         ({"split__count": 3}, "one of 3 parts"),
+        ({"llama__final_logit_softcapping": 30.0}, "llama.final_logit_softcapping = 30.0"),
+        ({"llama__attn_logit_softcapping": 50.0}, "llama.attn_logit_softcapping = 50.0"),
     ],
 )
 def test_gguf_refused_by_name(metadata: dict[str, Any], complaint: str, tmp_path: Path) -> None:
@@ -292,6 +309,21 @@ def test_gguf_refused_by_name(metadata: dict[str, Any], complaint: str, tmp_path
     with pytest.raises(UnsupportedModel, match=complaint) as caught:
         read_spec(path)
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(("layers", "scale"), [(26, None), (62, (32 / 4) ** -0.5)])
+def test_the_scale_of_gemma3_27b_is_known_by_its_layers(
+    layers: int, scale: float | None, tmp_path: Path
+) -> None:
+    """The file does not say it: of all sizes it alone divides by another number than head_dim."""
+    path = write_tiny(tmp_path, "gemma3", gemma3__block_count=layers)
+    assert read_spec(path).attention_scale == scale
+
+
+def test_gguf_gemma3_windows_of_another_period_are_refused(tmp_path: Path) -> None:
+    path = write_tiny(tmp_path, "gemma3", gemma3__attention__sliding_window_pattern=2)
+    with pytest.raises(UnsupportedModel, match=r"sliding_window_pattern = 2 .* only 6"):
+        read_spec(path)
 
 
 def test_gguf_without_embedding(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from stepahead.errors import ModelError, UnsupportedModel, WeightError
+from stepahead.model import weights
 from stepahead.model.fp8 import dequantize_into, scales_shape
 from stepahead.model.load import load
 from stepahead.model.spec import read_spec
@@ -154,6 +155,11 @@ def _put(name: str, value: Tensor) -> Callable[[dict[str, Tensor]], Any]:
     return lambda tensors: tensors.__setitem__(name, value)
 
 
+def _norm_in_fp8(tensors: dict[str, Tensor]) -> None:
+    tensors["model.norm.weight"] = torch.ones(48).to(FP8)
+    tensors["model.norm.weight_scale_inv"] = torch.ones(1)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
@@ -164,6 +170,12 @@ def _put(name: str, value: Tensor) -> Callable[[dict[str, Tensor]], Any]:
             WeightError,
             rf"'{WQ}_scale_inv' has shape \[2, 2\], expected \[5, 2\]: one for each block of 16 by",
         ),
+        (
+            _put(WQ + "_scale_inv", torch.ones(5, 2, dtype=torch.int32)),
+            UnsupportedModel,
+            f"'{WQ}_scale_inv' is stored as torch.int32, expected float32",
+        ),
+        (_norm_in_fp8, UnsupportedModel, r"'model.norm.weight' of shape \[48\] .* only matrices"),
         (_put(WQ, torch.ones(80, 40)), UnsupportedModel, "has a scale and is stored as .*float32"),
         (_put("x_scale_inv", torch.ones(1)), WeightError, "'x_scale_inv' .* has no place"),
         (_put(UP, torch.ones(3, 48)), WeightError, rf"'{UP}' has shape \[3, 48\], expected"),
@@ -190,6 +202,17 @@ def test_a_file_that_is_wrong_is_told_by_tensor(
     shutil.copytree(fp8_folder, tmp_path, dirs_exist_ok=True)
     rewrite(tmp_path, change)
     with pytest.raises(error, match=words):
+        load_sparse(read_spec(tmp_path), "float32")
+
+
+def test_a_tensor_without_a_place_is_told_before_any_is_read(
+    tmp_path: Path, fp8_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading may take an hour, and what it reads may not fit."""
+    shutil.copytree(fp8_folder, tmp_path, dirs_exist_ok=True)
+    rewrite(tmp_path, _put("model.layers.9.input_layernorm.weight", torch.ones(48)))
+    monkeypatch.setattr(weights, "_fill", lambda *_: pytest.fail("it was read"))
+    with pytest.raises(WeightError, match=r"layers.9.input_layernorm.weight' .* has no place"):
         load_sparse(read_spec(tmp_path), "float32")
 
 

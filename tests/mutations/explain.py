@@ -77,4 +77,13 @@ MUTATIONS = [
         "        splits_cache=64,",
         "tests/pure/test_explain_model.py::test_glm_needs_the_gpus_that_it_is_served_on",
     ),
+    Mutation(
+        "a folder's pool is told by fields that the engine does not read",
+        "sizes of another model",
+        "explain/glm.py",
+        '        indexer_types=["full" if owns else "shared" for owns in sparse.indexers],\n',
+        "",
+        "tests/pure/test_explain_model.py"
+        "::test_a_folder_of_its_kind_has_the_sizes_that_the_engine_reckons_with",
+    ),
 ]

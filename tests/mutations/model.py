@@ -206,4 +206,47 @@ MUTATIONS = [
         '"n_group": (1, 8, None),',
         "tests/pure/test_sparse_spec.py::test_what_is_not_computed_is_refused_by_field_and_value",
     ),
+    Mutation(
+        "one of two ropes is taken",
+        "a model that turns by another base than it was trained with",
+        "model/spec.py",
+        "    if older is not None and newer is not None and older != newer:\n",
+        "    if False:\n",
+        "tests/pure/test_sparse_spec.py::test_what_is_not_computed_is_refused_by_field_and_value",
+    ),
+    Mutation(
+        "layers of a kind that nobody knows see all",
+        "a model that attends to what it was trained not to see, and nobody says so",
+        "model/spec.py",
+        '    for kind in set(kinds) - {"sliding_attention", "full_attention"}:\n',
+        "    for kind in ():\n",
+        "tests/cpu/test_model_spec.py::test_refused_by_name",
+    ),
+    Mutation(
+        "experts of any size are let through",
+        "torch's own error in the first step",
+        "model/sparse_config.py",
+        "        if getattr(config, name) % _EXPERT_STEP:\n",
+        "        if False:\n",
+        "tests/pure/test_sparse_spec.py::test_what_is_not_computed_is_refused_by_field_and_value",
+    ),
+    Mutation(
+        "all of Gemma 3 divides by head_dim",
+        "a 27B model from a GGUF file that answers almost right",
+        "model/gguf_spec.py",
+        "scale if layers == _LAYERS_OF_27B else None",
+        "None",
+        "tests/cpu/test_model_spec.py::test_the_scale_of_gemma3_27b_is_known_by_its_layers",
+    ),
+    Mutation(
+        "weights are read before they are known to belong",
+        "an hour until an error that could be told at once",
+        "model/weights.py",
+        " - {name + SCALE for name in known})\n"
+        "        _fill(model, source, DTYPES[dtype], device)\n",
+        " - {name + SCALE for name in known})"
+        " if _fill(model, source, DTYPES[dtype], device) is None else None\n",
+        "tests/cpu/test_sparse_weights.py"
+        "::test_a_tensor_without_a_place_is_told_before_any_is_read",
+    ),
 ]

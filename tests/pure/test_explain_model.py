@@ -21,7 +21,7 @@ from stepahead.explain.choices import CHOICES, NOT_HERE
 from stepahead.explain.memory import GPUS, USABLE, Memory, memory_of
 from stepahead.explain.report import ModelReport
 from stepahead.explain.settings import GIVEN
-from stepahead.model.sparse import sparse_weight_values
+from stepahead.model.sparse import groups_of, sparse_weight_values, told
 from stepahead.model.spec import kv_bytes_per_token, read_spec
 from stepahead.observe.books import CAUSES
 from stepahead.sync import SyncReason
@@ -293,6 +293,32 @@ def test_a_folder_of_its_kind_is_read_like_the_one_that_is_known(tmp_path: Path)
     assert memory(report).parameters == pytest.approx(12.97e9, rel=1e-3)
     assert "UnsupportedModel" not in refused(report)
     assert explained("glm-5.3").memory == explained(save(tmp_path, config)).memory
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"index_topk_pattern": "FSSFSSSSF"},
+        {"index_topk_freq": None, "index_skip_topk_offset": None},
+        {"tie_word_embeddings": True},
+        {"first_k_dense_replace": 99},
+    ],
+    ids=str,
+)
+def test_a_folder_of_its_kind_has_the_sizes_that_the_engine_reckons_with(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """Several fields may say the same thing, and one may be null: it is read once, for both."""
+    config = json.loads((house.PACKAGE / "explain" / "glm-5.3.json").read_text())
+    whole = {"num_hidden_layers": 9, "indexer_types": None, "num_nextn_predict_layers": 0}
+    others = {"index_topk_freq": None, "index_skip_topk_offset": None, "mlp_layer_types": None}
+    report = explained(save(tmp_path, config | whole | others | changes))
+    spec = read_spec(tmp_path)
+    assert spec.sparse is not None
+    biases = sum(spec.sparse.experts) * spec.sparse.num_experts
+    assert memory(report).parameters == weight_values(spec) - biases
+    groups = groups_of(spec.sparse, 4)
+    assert any(told(groups) in fact for fact in report.facts)
 
 
 def test_a_variant_of_it_that_is_not_computed_is_explained_all_the_same(tmp_path: Path) -> None:

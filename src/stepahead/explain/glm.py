@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib import resources
+from typing import Annotated
 
 import msgspec
 
 from stepahead.errors import UnsupportedModel
 from stepahead.explain.sizes import ROUTED, Cache, Part, Sizes
 from stepahead.model.sparse import CellKind, KVGroup, bytes_per_token, latent_groups
+from stepahead.model.spec import ModelSpec
 
 ARCHITECTURE = "GlmMoeDsaForCausalLM"
 
@@ -25,7 +27,7 @@ class GlmShape(msgspec.Struct, frozen=True, kw_only=True):
     hidden_size: int
     intermediate_size: int
     moe_intermediate_size: int
-    num_hidden_layers: int
+    num_hidden_layers: Annotated[int, msgspec.Meta(ge=1, le=10_000)]
     first_k_dense_replace: int
     num_attention_heads: int
     q_lora_rank: int
@@ -41,9 +43,10 @@ class GlmShape(msgspec.Struct, frozen=True, kw_only=True):
     num_experts_per_tok: int
     max_position_embeddings: int
     num_nextn_predict_layers: int = 0
+    tie_word_embeddings: bool | None = None
     indexer_types: list[str] | None = None
-    index_topk_freq: int = 1
-    index_skip_topk_offset: int = 2
+    index_topk_freq: int | None = None
+    index_skip_topk_offset: int | None = None
     eos_token_id: int | list[int] | None = None
 
     @property
@@ -51,7 +54,8 @@ class GlmShape(msgspec.Struct, frozen=True, kw_only=True):
         """Layers that own an indexer; the others use the choice of the last one that does."""
         if self.indexer_types is not None:
             return self.indexer_types.count("full")
-        first, every = self.index_skip_topk_offset, max(1, self.index_topk_freq)
+        first = 2 if self.index_skip_topk_offset is None else self.index_skip_topk_offset
+        every = max(1, self.index_topk_freq or 1)
         return sum(max(i - first + 1, 0) % every == 0 for i in range(self.num_hidden_layers))
 
     @property
@@ -66,6 +70,19 @@ def read_shape(config: bytes, where: str) -> GlmShape:
         return msgspec.json.decode(config, type=GlmShape)
     except msgspec.MsgspecError as error:
         raise UnsupportedModel(f"{where}: {error}; the model needs a complete config") from error
+
+
+def as_read(shape: GlmShape, spec: ModelSpec) -> GlmShape:
+    """The shape with what the engine makes of its config, where several fields say one thing."""
+    sparse = spec.sparse
+    assert sparse is not None, "the spec of another architecture"
+    return msgspec.structs.replace(
+        shape,
+        tie_word_embeddings=spec.tied_head,
+        first_k_dense_replace=sparse.experts.count(False),
+        indexer_types=["full" if owns else "shared" for owns in sparse.indexers],
+        num_nextn_predict_layers=sparse.mtp_layers,
+    )
 
 
 def builtin_shape() -> GlmShape:
@@ -89,7 +106,8 @@ def sizes_of(shape: GlmShape) -> Sizes:
 def _parts(shape: GlmShape) -> Iterator[Part]:
     layers, drafts = shape.num_hidden_layers, shape.num_nextn_predict_layers
     hidden, sparse = shape.hidden_size, layers - shape.first_k_dense_replace
-    yield Part("embeddings", 2 * shape.vocab_size * hidden, quantized=False, spread=True)
+    tables = 1 if shape.tie_word_embeddings else 2
+    yield Part("embeddings", tables * shape.vocab_size * hidden, quantized=False, spread=True)
     yield Part("norms", hidden, quantized=False, copied=True)
     yield Part("dense", 3 * hidden * shape.intermediate_size * shape.first_k_dense_replace)
     yield from _attention(shape, layers)

@@ -74,7 +74,7 @@ def describe(name: str, dtype: str) -> Described:
         ) from error
     if spec.sparse is not None:
         file = Path(name) / "config.json"
-        shape = glm.read_shape(file.read_bytes(), str(file))
+        shape = glm.as_read(glm.read_shape(file.read_bytes(), str(file)), spec)
         known = _glm(name, spec.architecture, shape, dtype)
         return replace(known, lines=(*known.lines, *spec.notes))
     return _dense(name, spec, dtype)

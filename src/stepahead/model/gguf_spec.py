@@ -19,6 +19,7 @@ GGUF_ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "gemma3": GEMMA,
 }
+_LAYERS_OF_27B = 62  # of Gemma 3
 
 
 class _Metadata:
@@ -110,7 +111,7 @@ def read_gguf_spec(path: Path) -> ModelSpec:
         format="gguf",
         sliding_window=window,
         windowed=_windowed(kind, layers) if window else (),
-        **(_gemma_ways(meta, hidden) if kind == "gemma3" else {}),
+        **(_gemma_ways(meta, hidden, layers) if kind == "gemma3" else {}),
     )
 
 
@@ -119,9 +120,13 @@ def _windowed(kind: str, layers: int) -> tuple[bool, ...]:
     return tuple((layer + 1) % period != 0 for layer in range(layers))
 
 
-def _gemma_ways(meta: _Metadata, hidden: int) -> dict[str, Any]:
+def _gemma_ways(meta: _Metadata, hidden: int, layers: int) -> dict[str, Any]:
     """The converter has added the norms' offset already."""
+    meta.refuse("attention.sliding_window_pattern", unless=GEMMA_PERIOD)
+    scale = (hidden / meta.count("attention.head_count")) ** -0.5
     return {
+        # the file does not say: who reads it is to know that the 27B model alone has this one
+        "attention_scale": scale if layers == _LAYERS_OF_27B else None,
         "activation": "gelu_tanh",
         "post_norms": True,
         "embed_scale": hidden**0.5,
@@ -140,6 +145,8 @@ def _refuse_gguf_variants(meta: _Metadata, head_dim: int) -> None:
     meta.refuse("expert_count", unless=0)
     meta.refuse("attention.causal", unless=True)
     meta.refuse("attention.scale", unless=0.0)
+    meta.refuse("attn_logit_softcapping", unless=0.0)
+    meta.refuse("final_logit_softcapping", unless=0.0)
 
 
 def _gguf_rope(meta: _Metadata, file: Any) -> RopeSpec:

@@ -16,12 +16,17 @@ from stepahead.errors import UnsupportedModel
 from stepahead.model.sparse import SparseSpec
 
 _Count = Annotated[int, msgspec.Meta(ge=1)]
+_NotNegative = Annotated[int, msgspec.Meta(ge=0)]
+# Values that an expert's rows come in: 16 bytes of bfloat16, of which torch's products by group
+# want whole numbers.
+_EXPERT_STEP = 8
 _FULL = {"F": "full", "S": "shared"}
 
 
 class SparseConfig(msgspec.Struct):
     """config.json; what has no default here must be there."""
 
+    hidden_size: _Count
     num_hidden_layers: _Count
     num_attention_heads: _Count
     q_lora_rank: _Count
@@ -36,7 +41,7 @@ class SparseConfig(msgspec.Struct):
     n_shared_experts: _Count
     num_experts_per_tok: _Count
     moe_intermediate_size: _Count
-    first_k_dense_replace: int
+    first_k_dense_replace: _NotNegative
     routed_scaling_factor: float
     rms_norm_eps: float
     norm_topk_prob: bool = True
@@ -146,8 +151,13 @@ def _refuse(file: Path, config: SparseConfig) -> None:
     if config.num_experts_per_tok > config.n_routed_experts:
         most = f"at most n_routed_experts = {config.n_routed_experts}"
         _no(file, "num_experts_per_tok", config.num_experts_per_tok, most)
+    for name in ("hidden_size", "moe_intermediate_size"):
+        if getattr(config, name) % _EXPERT_STEP:
+            _no(file, name, getattr(config, name), f"multiples of {_EXPERT_STEP}")
     for kind in set(config.layer_types or ()) - {"indexed_attention"}:
         _no(file, "layer_types", kind, "'indexed_attention'")
+    if config.layer_types is not None:
+        _check_length(file, "layer_types", config.layer_types, config.num_hidden_layers)
     _refuse_ropes(file, config)
 
 
@@ -209,14 +219,18 @@ def _check_plan(file: Path, name: str, kinds: list[str], layers: int) -> None:
     for kind in kinds:
         if kind not in ("full", "shared"):
             _no(file, name, kind, "'full' and 'shared'")
-    if len(kinds) != layers:
-        raise UnsupportedModel(
-            f"{file}: {name} is for {len(kinds)} layers, num_hidden_layers = {layers}; correct one"
-        )
+    _check_length(file, name, kinds, layers)
     if kinds[0] != "full":
         raise UnsupportedModel(
             f"{file}: {name} begins with {kinds[0]!r}, but the first layer has nobody's choice to "
             "share; correct it"
+        )
+
+
+def _check_length(file: Path, name: str, kinds: list[str], layers: int) -> None:
+    if len(kinds) != layers:
+        raise UnsupportedModel(
+            f"{file}: {name} is for {len(kinds)} layers, num_hidden_layers = {layers}; correct one"
         )
 
 

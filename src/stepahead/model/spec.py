@@ -112,8 +112,6 @@ class ModelSpec:
             self._refuse(f"{self.num_heads} heads can't share {self.num_kv_heads} KV heads evenly")
         if self.head_dim % 2:
             self._refuse(f"rotary positions need an even head_dim, not {self.head_dim}")
-        if self.windowed and len(self.windowed) != self.num_layers:
-            self._refuse(f"{len(self.windowed)} layer_types for {self.num_layers} layers")
         if self.rope.scaling == "table" and len(self.rope.divisors) != self.head_dim // 2:
             self._refuse(
                 f"rope_freqs.weight has {len(self.rope.divisors)} values, expected head_dim / 2 = "
@@ -156,7 +154,10 @@ def read_spec(path: str | Path) -> ModelSpec:
 # --- Hugging Face folders ---------------------------------------------------------------------
 
 _Count = Annotated[int, msgspec.Meta(ge=1)]
+# More than any model has: whoever lists what its layers are would run out of memory.
+_Layers = Annotated[int, msgspec.Meta(ge=1, le=10_000)]
 _Positive = Annotated[float, msgspec.Meta(gt=0)]
+_NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 
 
@@ -183,13 +184,13 @@ class _Config(msgspec.Struct):
     vocab_size: _Count
     hidden_size: _Count
     intermediate_size: _Count
-    num_hidden_layers: _Count
+    num_hidden_layers: _Layers
     num_attention_heads: _Count
     max_position_embeddings: _Count
     num_key_value_heads: _Count | None = None
     head_dim: _Count | None = None
     hidden_act: str = "silu"
-    rms_norm_eps: float = 1e-6
+    rms_norm_eps: _NotNegative = 1e-6
     rope_theta: _Positive | None = None
     rope_scaling: _Rope | None = None
     rope_parameters: _Rope | None = None
@@ -230,7 +231,7 @@ def _read_folder(folder: Path) -> ModelSpec:
     config = _decode(file, _Config)
     sparse, config, sparse_notes = _folder_sparse(file, kinds[0], config)
     _refuse_variants(file, kinds[0], config)
-    window, windowed, notes = _folder_window(kinds[0], config)
+    window, windowed, notes = _folder_window(file, kinds[0], config)
     rope, window_rope = _folder_ropes(file, kinds[0], config)
     return ModelSpec(
         architecture=kinds[0],
@@ -361,7 +362,12 @@ def _folder_ropes(
     file: Path, architecture: str, config: _Config
 ) -> tuple[RopeSpec, RopeSpec | None]:
     """Those of layers that see all, and of layers that see a window where they have their own."""
-    given = config.rope_scaling or config.rope_parameters or _Rope()
+    older, newer = config.rope_scaling, config.rope_parameters
+    if older is not None and newer is not None and older != newer:
+        raise UnsupportedModel(
+            f"{file}: rope_scaling and rope_parameters are both there and differ; take one out"
+        )
+    given = newer or older or _Rope()
     if architecture != GEMMA:
         if given.full_attention is not None or given.sliding_attention is not None:
             raise UnsupportedModel(f"{file}: one rope for each kind of layer is not supported")
@@ -421,31 +427,50 @@ def distinct_ids(*given: int | list[int] | None) -> tuple[int, ...]:
 
 
 def _folder_window(
-    architecture: str, config: _Config
+    file: Path, architecture: str, config: _Config
 ) -> tuple[int | None, tuple[bool, ...], tuple[str, ...]]:
     """The sliding window, which layers have it, and notes; None and () where none has."""
     window, notes = config.sliding_window, ()
     if window is msgspec.UNSET and architecture != "LlamaForCausalLM":
-        # what the architecture's config class fills in, so the model has it
-        window = 512 if architecture == GEMMA else 4096
+        window = 4096  # what their config classes fill in, so the model has it
         if architecture == "MistralForCausalLM":
             notes = ("sliding_window is not in config.json; Mistral's default is 4096",)
-    windowed = _windowed(architecture, config)
+    windowed = _windowed(file, architecture, config)
+    if architecture == GEMMA and window is None and any(windowed):
+        # without one, layers that were trained to see a window would turn as if they saw all
+        raise UnsupportedModel(
+            f"{file}: sliding_window = None is not supported where layer_types has "
+            "'sliding_attention'; set it"
+        )
     if not isinstance(window, int) or not any(windowed):
         return None, (), ()
     return window, windowed, notes
 
 
-def _windowed(architecture: str, config: _Config) -> tuple[bool, ...]:
+def _windowed(file: Path, architecture: str, config: _Config) -> tuple[bool, ...]:
     """Which layers see a window if there is one: a rule of the architecture, or as listed."""
     count = config.num_hidden_layers
     if architecture == "MistralForCausalLM":
         return (True,) * count
     if architecture == GEMMA or (architecture.startswith("Qwen") and config.use_sliding_window):
         if config.layer_types is not None:
-            return tuple(kind == "sliding_attention" for kind in config.layer_types)
+            return _listed(file, config.layer_types, count)
         if architecture == GEMMA:
             period = config.sliding_window_pattern
             return tuple((layer + 1) % period != 0 for layer in range(count))
         return tuple(layer >= config.max_window_layers for layer in range(count))
     return ()  # Llama has none, whatever its config says
+
+
+def _listed(file: Path, kinds: list[str], count: int) -> tuple[bool, ...]:
+    for kind in set(kinds) - {"sliding_attention", "full_attention"}:
+        raise UnsupportedModel(
+            f"{file}: layer_types = {kind!r} is not supported, only 'sliding_attention' and "
+            "'full_attention'"
+        )
+    if len(kinds) != count:
+        raise UnsupportedModel(
+            f"{file}: layer_types is for {len(kinds)} layers, num_hidden_layers = {count}; "
+            "correct one"
+        )
+    return tuple(kind == "sliding_attention" for kind in kinds)

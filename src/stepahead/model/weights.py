@@ -133,8 +133,9 @@ def _known(model: AnyModel) -> set[str]:
 
 def _read(model: AnyModel, known: set[str], dtype: DTypeName, device: str) -> None:
     with _open(model.spec) as source:
+        # before anything is read: that may be hundreds of gigabytes
+        _refuse_unread(model.spec, source.names() - known - {name + SCALE for name in known})
         _fill(model, source, DTYPES[dtype], device)
-        _refuse_unread(model.spec, source.names() - known)
     _ready(model, device)
 
 
@@ -196,9 +197,10 @@ def _stored(model: AnyModel) -> Iterator[tuple[nn.Module, str, nn.Parameter, lis
 
 def _fill(model: AnyModel, source: WeightSource, dtype: torch.dtype, device: str) -> None:
     for module, name, parameter, parts in _stored(model):
-        offset = model.spec.norm_offset if isinstance(module, RMSNorm) else 0.0
-        # 1 + weight would lose most of a bfloat16 weight
-        kept_as = torch.float32 if offset else _kept_as(module, dtype)
+        is_norm = isinstance(module, RMSNorm)
+        offset = model.spec.norm_offset if is_norm else 0.0
+        # Gemma's norms are 1 + weight, added here or in the file: bfloat16 would lose most of it
+        kept_as = torch.float32 if is_norm and model.spec.post_norms else _kept_as(module, dtype)
         value = torch.empty(parameter.shape, dtype=kept_as, device=device)
         flat = value.flatten(0, -2) if value.ndim > 1 else value
         rows = (
@@ -275,10 +277,7 @@ class _FolderSource:
         self._block = block
 
     def names(self) -> set[str]:
-        return {name for name in self._homes if not self._is_scale(name)}
-
-    def _is_scale(self, name: str) -> bool:
-        return name.endswith(SCALE) and name.removesuffix(SCALE) in self._homes
+        return set(self._homes)
 
     def copy_into(self, name: str, target: Tensor) -> None:
         if name not in self._homes:
@@ -318,7 +317,17 @@ class _FolderSource:
                 f"'{scale}' is missing; download the folder again"
             )
         file, scales = self._tensor(scale)
-        expected = scales_shape(tuple(value.shape), block) if value.ndim == 2 else None
+        if value.ndim != 2:
+            raise UnsupportedModel(
+                f"{file}: tensor '{name}' of shape {list(value.shape)} is stored as {value.dtype}, "
+                "only matrices may be; use the float model"
+            )
+        if not scales.is_floating_point():
+            raise UnsupportedModel(
+                f"{file}: tensor '{scale}' is stored as {scales.dtype}, expected float32; use the "
+                "float model"
+            )
+        expected = scales_shape(tuple(value.shape), block)
         if list(scales.shape) != expected:
             raise WeightError(
                 f"{file}: tensor '{scale}' has shape {list(scales.shape)}, expected {expected}: "
