@@ -185,7 +185,8 @@ def _check_stops(params: SamplingParams) -> None:
     if ids is not None and not isinstance(ids, (list, tuple)):
         raise InvalidParameter("stop_token_ids must be a list of token ids", "stop_token_ids")
     for token in ids or ():
-        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+        # one that no message can carry is no model's
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 1 << 63:
             raise InvalidParameter(f"stop_token_ids holds {token!r}", "stop_token_ids")
 
 
@@ -195,7 +196,7 @@ def _check_bias(bias: dict[int, float] | None) -> None:
     if not isinstance(bias, dict):
         raise InvalidParameter("logit_bias must map token ids to numbers", "logit_bias")
     for token, value in bias.items():
-        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 1 << 63:
             raise InvalidParameter(f"logit_bias has the key {token!r}", "logit_bias")
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise InvalidParameter(f"logit_bias has the value {value!r}", "logit_bias")

@@ -34,6 +34,31 @@ MUTATIONS = [
         _FIELDS + "test_a_neutral_number_is_no_truth",
     ),
     Mutation(
+        "token ids may be of any size",
+        "a fault instead of a refusal, where no message can carry one",
+        "types.py",
+        ' not 0 <= token < 1 << 63:\n            raise InvalidParameter(f"stop_token_ids',
+        ' not 0 <= token:\n            raise InvalidParameter(f"stop_token_ids',
+        _FIELDS + "test_a_token_id_that_no_message_can_carry_is_refused_by_name[chat]",
+    ),
+    Mutation(
+        "a call that can't be sent is waited for",
+        "a queue that fills with requests that nobody has",
+        "serve/front.py",
+        "        keyed = [(next(self._keys), part) for part in call.parts]\n",
+        "        keyed = [(next(self._keys), part) for part in call.parts]\n"
+        "        self.calls.add(call)\n",
+        _FRONT + "test_a_call_that_cannot_be_sent_counts_for_nothing",
+    ),
+    Mutation(
+        "a drained server cuts off who still reads",
+        "an answer without its end, though there was time",
+        "serve/server.py",
+        "int(max(_TOLD_S, end_s - now_s()))",
+        "int(_TOLD_S)",
+        _LIFE + "test_who_reads_slowly_hears_all_that_was_made_before_the_end",
+    ),
+    Mutation(
         "a full front lets one more in",
         "a queue that grows without end",
         "serve/front.py",
