@@ -19,6 +19,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 Pooling = Literal["mean", "last"]
 MAX_LOGPROBS = 20
 MAX_STOP_LEN = 1024
+MAX_STOPS = 128
 
 
 class SamplingParams(
@@ -171,6 +172,10 @@ def _check_number(name: str, value: Any, low: float, high: float, closed: bool) 
 def _check_stops(params: SamplingParams) -> None:
     if params.stop is not None and not isinstance(params.stop, (str, list, tuple)):
         raise InvalidParameter("stop must be a string or a list of strings", "stop")
+    if len(params.stops) > MAX_STOPS:  # each is looked for with every token
+        raise InvalidParameter(
+            f"stop has {len(params.stops)} strings; at most {MAX_STOPS} are taken", "stop"
+        )
     for text in params.stops:
         if not isinstance(text, str) or not text:
             raise InvalidParameter("stop must hold non-empty strings", "stop")

@@ -42,6 +42,22 @@ MUTATIONS = [
         _FIELDS + "test_a_token_id_that_no_message_can_carry_is_refused_by_name[chat]",
     ),
     Mutation(
+        "any number of stop strings is taken",
+        "one request that holds up all others with each of its tokens",
+        "types.py",
+        "    if len(params.stops) > MAX_STOPS:",
+        "    if False:",
+        _FIELDS + "test_so_many_stop_strings_that_all_would_wait_are_refused[chat]",
+    ),
+    Mutation(
+        "a key may be what no header can carry",
+        "a server that answers nobody, or each with a fault",
+        "serve/options.py",
+        "        if not key.isprintable() or key != key.strip():\n",
+        "        if False:\n",
+        _APP + "test_bad_server_options_are_told_by_name",
+    ),
+    Mutation(
         "a call that can't be sent is waited for",
         "a queue that fills with requests that nobody has",
         "serve/front.py",
