@@ -19,6 +19,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 Pooling = Literal["mean", "last"]
 MAX_LOGPROBS = 20
 MAX_STOP_LEN = 1024
+MAX_STOPS = 128
 
 
 class SamplingParams(
@@ -171,6 +172,10 @@ def _check_number(name: str, value: Any, low: float, high: float, closed: bool) 
 def _check_stops(params: SamplingParams) -> None:
     if params.stop is not None and not isinstance(params.stop, (str, list, tuple)):
         raise InvalidParameter("stop must be a string or a list of strings", "stop")
+    if len(params.stops) > MAX_STOPS:  # each is looked for with every token
+        raise InvalidParameter(
+            f"stop has {len(params.stops)} strings; at most {MAX_STOPS} are taken", "stop"
+        )
     for text in params.stops:
         if not isinstance(text, str) or not text:
             raise InvalidParameter("stop must hold non-empty strings", "stop")
@@ -185,7 +190,8 @@ def _check_stops(params: SamplingParams) -> None:
     if ids is not None and not isinstance(ids, (list, tuple)):
         raise InvalidParameter("stop_token_ids must be a list of token ids", "stop_token_ids")
     for token in ids or ():
-        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+        # one that no message can carry is no model's
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 1 << 63:
             raise InvalidParameter(f"stop_token_ids holds {token!r}", "stop_token_ids")
 
 
@@ -195,7 +201,7 @@ def _check_bias(bias: dict[int, float] | None) -> None:
     if not isinstance(bias, dict):
         raise InvalidParameter("logit_bias must map token ids to numbers", "logit_bias")
     for token, value in bias.items():
-        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 1 << 63:
             raise InvalidParameter(f"logit_bias has the key {token!r}", "logit_bias")
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise InvalidParameter(f"logit_bias has the value {value!r}", "logit_bias")

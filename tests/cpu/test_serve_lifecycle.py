@@ -93,6 +93,30 @@ def test_what_is_not_done_in_time_is_aborted_in_order() -> None:
         assert gone(processes)
 
 
+def test_who_reads_slowly_hears_all_that_was_made_before_the_end() -> None:
+    """Its tokens are made long before it has read them: then only the server is waited for."""
+    name = "n" * 6000  # in every event: more than the kernel holds for who does not read
+    with served(*TOY, "--served-name", name) as server:
+        url = server.url()
+        host, _, port = url.removeprefix("http://").partition(":")
+        body = json.dumps(LONG | {"stream": True, "max_tokens": 600, "min_tokens": 600}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n"
+        with socket.socket() as slow:
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            slow.connect((host, int(port)))
+            slow.sendall(f"{head}Connection: close\r\n\r\n".encode() + body)
+            while httpx.get(f"{url}/state").json()["load"]["step"] < 599:
+                time.sleep(0.1)
+            server.process.send_signal(signal.SIGTERM)
+            server.wait_for("ending: 0 requests")
+            time.sleep(3.0)  # more than others get to hear of an end
+            heard = b"".join(iter(lambda: slow.recv(1 << 20), b""))
+        assert heard.count(b'"length"') == 4
+        assert heard.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+        assert server.end() == 0
+        assert not any("Traceback" in line for line in server.said)
+
+
 def test_a_second_signal_ends_it_at_once(server: Served) -> None:
     url = server.url()
     processes = family(server)

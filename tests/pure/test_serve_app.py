@@ -94,6 +94,7 @@ def test_health_and_readiness(state: str, health: int, ready: int, answer: int |
         ({}, "localhost.evil.example:8000", 403),
         ({"host": "127.0.0.9"}, "127.0.0.9:80", 200),
         ({"host": "localhost"}, "127.0.0.9", 403),
+        ({"host": "LocalHost"}, "evil.example", 403),
         ({"host": "0.0.0.0"}, "gpu7:8000", 200),  # open to others, under whatever name
         ({"api_key": "k"}, "evil.example", 200),  # a page elsewhere has no key
     ],
@@ -153,6 +154,8 @@ def test_a_page_is_made_in_the_engines_process() -> None:
         ({"max_body_mb": float("inf")}, "max_body_mb=inf"),
         ({"ping_interval": 0.0}, "ping_interval=0"),
         ({"api_key": ""}, "api_key is empty"),
+        ({"api_key": "k\udcff"}, "api_key can't be sent"),  # of a shell, no UTF-8
+        ({"api_key": "k "}, "api_key can't be sent"),
         ({"hots": "a"}, "unknown option 'hots'"),
     ],
 )

@@ -192,6 +192,33 @@ def test_a_call_that_takes_too_long_ends_and_leaves_its_row() -> None:
     played(play, timeout_s=0.01)
 
 
+def test_a_call_that_cannot_be_sent_counts_for_nothing() -> None:
+    """Else it would be waited for without an end, and a few of them fill the server for good."""
+
+    class Mute:
+        def send(self, message: Any) -> None:
+            raise OverflowError("can't serialize")
+
+    async def play(front: Front, engine: Engine) -> None:
+        front.connect(Mute())
+        front.take(Ready((), 128, 4))
+        with pytest.raises(OverflowError):
+            begin(front, n=2)
+        assert (front.open_choices, front.calls, front._parts) == (0, set(), {})
+
+    played(play)
+
+
+def test_too_many_choices_are_blamed_on_the_field_that_asks_for_them() -> None:
+    async def play(front: Front, engine: Engine) -> None:
+        for param in ("n", "prompt", "input"):
+            with pytest.raises(Refusal, match="7 choices") as caught:
+                front.check_room(7, param)
+            assert (caught.value.status, caught.value.param) == (400, param)
+
+    played(play)
+
+
 def test_an_engine_that_fails_ends_every_call() -> None:
     async def play(front: Front, engine: Engine) -> None:
         taken, unheard = begin(front), begin(front, streaming=True)

@@ -215,6 +215,20 @@ def test_a_bad_value_is_refused_by_the_fields_name(
     assert refused(read, **fields).param == param
 
 
+@pytest.mark.parametrize("read", [chat, text])
+def test_a_token_id_that_no_message_can_carry_is_refused_by_name(read: Any) -> None:
+    for token in (-1, 1 << 63, 10**22):
+        assert refused(read, stop_token_ids=[3, token]).param == "stop_token_ids"
+        assert refused(read, logit_bias={str(token): 1}).param == "logit_bias"
+
+
+@pytest.mark.parametrize("read", [chat, text])
+def test_so_many_stop_strings_that_all_would_wait_are_refused(read: Any) -> None:
+    """Each is looked for with every token: 200,000 of them held a server up for a minute."""
+    assert read(stop=["a"] * 128).params.stops == ("a",) * 128
+    assert refused(read, stop=["a"] * 129).param == "stop"
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

@@ -149,7 +149,8 @@ class Routes:
         """POST /v1/completions"""
         asked = read_completion_request(await self._body(request))
         self._check_model(asked.model)
-        self._front.check_room(asked.params.n * len(asked.prompts))
+        many = "n" if len(asked.prompts) == 1 else "prompt"
+        self._front.check_room(asked.params.n * len(asked.prompts), many)
         prompts = await self._prompts(asked.prompts, asked.add_special_tokens)
         id, created = asked.label or f"cmpl-{uuid.uuid4().hex}", int(time.time())
         call = await self._begin(id, prompts, asked.params, asked.stream)
@@ -164,7 +165,7 @@ class Routes:
         """POST /v1/embeddings"""
         asked = read_embedding_request(await self._body(request))
         self._check_model(asked.model)
-        self._front.check_room(len(asked.prompts))
+        self._front.check_room(len(asked.prompts), "input")
         id, created = asked.label or f"embd-{uuid.uuid4().hex}", int(time.time())
         try:
             prompts = await self._prompts(asked.prompts, asked.add_special_tokens)

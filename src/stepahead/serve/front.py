@@ -90,13 +90,14 @@ class Front:
 
     # --- calls --------------------------------------------------------------------------------
 
-    def check_room(self, choices: int) -> None:
-        """Refusal where so many more choices can't be taken now, decided on exact counts."""
+    def check_room(self, choices: int, param: str = "n") -> None:
+        """Refusal where so many more choices can't be taken now, decided on exact counts; they can
+        never be, if it is `param` that asks for too many."""
         ready = self.check_ready()
         most = ready.max_rows + self._max_waiting
         if choices > most:
             raise bad_request(
-                f"{choices} choices in one request; at most {most} are taken", "n", "too_many"
+                f"{choices} choices in one request; at most {most} are taken", param, "too_many"
             )
         if self.open_choices + choices > most:
             raise too_many("the server is full at the moment; try again later")
@@ -132,16 +133,17 @@ class Front:
     ) -> Call:
         """Hands prompts to the engine."""
         call = Call(label, prompts, params, streaming)
+        keyed = [(next(self._keys), part) for part in call.parts]
+        for key, part in keyed:
+            # before it counts: one that can't be sent would be waited for without an end
+            self._send(Submit(key, np.array(part.prompt.ids, np.int32), params))
+        self._parts.update(keyed)
         loop = asyncio.get_running_loop()
         call.told_s = loop.time()
         self.calls.add(call)
         self.open_choices += call.choices
         if self._timeout_s is not None:
             call.deadline = loop.call_later(self._timeout_s, self._expire, call)
-        for part in call.parts:
-            key = next(self._keys)
-            self._parts[key] = part
-            self._send(Submit(key, np.array(part.prompt.ids, np.int32), params))
         return call
 
     def cancel(self, call: Call) -> None:

@@ -24,7 +24,7 @@ from stepahead.serve.requests import (
     DetokenizeFields,
     TokenizeFields,
 )
-from stepahead.types import MAX_LOGPROBS, MAX_STOP_LEN, RANGES, SamplingParams
+from stepahead.types import MAX_LOGPROBS, MAX_STOP_LEN, MAX_STOPS, RANGES, SamplingParams
 
 Schema: TypeAlias = dict[str, Any]
 
@@ -141,7 +141,7 @@ def _closer(model: str, vocab_size: int) -> dict[str, Schema]:
         "logit_bias": {"type": "object", "patternProperties": {"^[0-9]+$": bias}},
         "request_id": _LABEL,
         "rid": _LABEL,
-        "stop": {"anyOf": [_STOP, _list_of(_STOP)]},
+        "stop": {"anyOf": [_STOP, _list_of(_STOP) | {"maxItems": MAX_STOPS}]},
         "top_logprobs": {"type": "integer", "minimum": 0, "maximum": MAX_LOGPROBS},
         "max_completion_tokens": {"type": "integer", "minimum": 1},
         "messages": _list_of(message, minItems=1),

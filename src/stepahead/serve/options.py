@@ -43,7 +43,7 @@ class ServeConfig:
     @property
     def local(self) -> bool:
         """Whether it listens for this machine alone."""
-        return self.host.startswith(_LOOPBACK)
+        return self.host.lower().startswith(_LOOPBACK)
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 1 << 16:
@@ -61,6 +61,9 @@ class ServeConfig:
         for name in ("api_key", "served_name", "host"):
             if getattr(self, name) == "":
                 raise ConfigError(f"{name} is empty; give it some text or leave it out")
+        key = self.api_key or ""
+        if not key.isprintable() or key != key.strip():
+            raise ConfigError("api_key can't be sent in a header; give letters, digits and signs")
 
 
 _LOOPBACK = ("127.", "::1", "localhost")

@@ -183,15 +183,18 @@ class Server:
         self._ending = asyncio.create_task(self._drain())
 
     async def _drain(self) -> None:
-        front = self._front
+        front, now_s = self._front, asyncio.get_running_loop().time
         front.draining = True
         limit_s = self._config.shutdown_timeout
+        end_s = now_s() + limit_s
         self._tell(f"ending: {len(front.calls)} requests have {limit_s:g} s; again to end at once")
         await self._until_empty(limit_s)
         if front.calls:
             self._tell(f"aborting {len(front.calls)} requests")
             front.abort(None)
             await self._until_empty(_TOLD_S)
+        # all is made; who reads slowly has the rest of the time to hear it
+        self._uvicorn.config.timeout_graceful_shutdown = int(max(_TOLD_S, end_s - now_s()))
         self._uvicorn.should_exit = True
 
     async def _until_empty(self, limit_s: float) -> None:
