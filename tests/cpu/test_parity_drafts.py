@@ -13,6 +13,7 @@ import pytest
 
 from engines import MODES, Variant
 from harness import check, differences, exactly, play_drafted
+from matrix import CELLS
 from workloads import workload
 
 SHARDS = 4
@@ -77,3 +78,22 @@ def test_a_failure_amid_drafts_ends_everyone_once() -> None:
         lines = differences(right, run, exactly)
         assert not lines, f"{variant}: {lines}"
     assert failed
+
+
+@pytest.mark.parametrize(("loop", "depth"), LOOPS)
+def test_any_number_of_drafts_gives_the_serial_loop_s_answers(loop: str, depth: int) -> None:
+    """Greedy and seeded requests, each number of drafts, drafts half right and never."""
+    for drafts in range(1, 7):
+        for draft in ("drafters:Half", "drafters:Never"):
+            variant = Variant(loop, "cpu", depth=depth, draft=draft, drafts=drafts)
+            check(500 + drafts, [variant], player=play_drafted)
+
+
+def test_every_cell_of_the_matrix_takes_drafts() -> None:
+    """Chunks, fences, page sizes, hostile modes, captured steps; cache resets and shutdowns."""
+    counts: Counter[str] = Counter()
+    for number, cell in enumerate(CELLS):
+        how = {"draft": DRAFTERS[number % 4], "drafts": 1 + number % 6}
+        variant = replace(cell.variant(number), **how)
+        counts += check(number, [variant], cell.make, play_drafted)[1]
+    assert counts["drafts accepted"] > 50

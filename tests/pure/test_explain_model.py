@@ -178,6 +178,8 @@ def test_all_choices_are_told_once_and_in_the_order_of_the_table() -> None:
         ({"serial_prefill": True}, "chunked-prefill", "prompts wait for each other"),
         ({"max_step_tokens": 2048}, "chunked-prefill", "at most 2,048 positions"),
         ({"max_step_tokens": 8, "max_rows": 64}, "chunked-prefill", "at most 64 positions"),
+        ({}, "speculation", "no drafts (draft=ngram has them)"),
+        ({"draft": "ngram"}, "speculation", "ngram: up to 3 drafts, so 1 to 4 tokens a row"),
         ({"device": "hostile", "executor": "inline"}, "confidential", "can be made to block"),
     ],
 )
@@ -190,7 +192,6 @@ def test_a_choice_tells_what_is_chosen(options: dict[str, Any], choice: str, wor
 # the option that a choice would come with; once it is there, the choice has to be told anew
 COMES_WITH = {
     "dp-attention": "data_parallel_size",
-    "speculation": "draft_tokens",
     "grammar": "grammar",
     "disaggregation": "role",
     "confidential": "confidential",

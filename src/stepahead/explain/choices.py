@@ -97,9 +97,12 @@ def _chunks(config: EngineConfig, _model: Described) -> str:
     return f"on: at most {tokens:,} positions a step, longer prompts in chunks; prompts {held}"
 
 
-def _drafts(_config: EngineConfig, model: Described) -> str:
-    own = f"; the model brings {model.drafts} MTP layer" if model.drafts else ""
-    return f"{NOT_HERE}: one token a row and step{own}"
+def _drafts(config: EngineConfig, model: Described) -> str:
+    own = f"; the model brings {model.drafts} MTP layer, not used" if model.drafts else ""
+    if config.draft == "none":
+        return f"no drafts (draft=ngram has them): one token a row and step{own}"
+    most = config.step_width
+    return f"{config.draft}: up to {most - 1} drafts, so 1 to {most} tokens a row and step{own}"
 
 
 def _hidden(_config: EngineConfig, _model: Described) -> str:
@@ -170,8 +173,8 @@ CHOICES: tuple[Choice, ...] = (
         "speculation",
         "MTP, speculation",
         _drafts,
-        "How many drafts were accepted is known on the device first: lengths must be read there, "
-        "or the host waits for each step. A host that drafts itself (n-grams) can't run ahead.",
+        "How many drafts were accepted is known on the device first: lengths are read there, and "
+        "the host plans on upper bounds. A host that drafts itself (n-grams) can't run ahead.",
         "accepted drafts by position; a step verifies k + 1 positions a row, so F grows too",
         (SyncReason.HOST_LENGTHS,),
     ),
