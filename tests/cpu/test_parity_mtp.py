@@ -33,11 +33,11 @@ from workloads import Ask, Workload
 MTP = "stepahead.runner.mtp:MtpDrafter"
 STEPS = 64
 OPTIONS: dict[str, Any] = {
-    "max_model_len": 128,
+    "max_model_len": 96,
     "page_size": 4,
-    "max_rows": 4,
+    "max_rows": 3,
     "max_step_tokens": 12,
-    "num_pages": 42,  # too few for four rows at their full lengths
+    "num_pages": 40,  # too few for three rows at their full lengths
     "vocab_size": 96,
 }
 LOOPS = (("serial", 0), ("overlap", 0), ("batch-queue", 3))
@@ -45,8 +45,8 @@ LOOPS = (("serial", 0), ("overlap", 0), ("batch-queue", 3))
 
 @dataclass
 class Tiny:
-    """Models around one folder: one with random weights, whose drafts are hardly ever right, and
-    one whose model and MTP layer go mostly by the newest token, and so agree about half the time."""
+    """Models of one folder: one with random weights, whose drafts are hardly ever right, and one
+    whose model and MTP layer go mostly by the newest token, and so agree about half the time."""
 
     folder: Path
     random: GlmMoeDsa
@@ -60,16 +60,18 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     make_with_mtp(folder, index_share_for_mtp_iteration=True)
     random, half = (load_sparse(read_spec(folder), "float32", drafts=True) for _ in range(2))
     assert random.sparse.mtp_shares_index
-    agree(half, 4.5)
+    agree(half, 1.6)
     return Tiny(folder, random, half)
 
 
 def agree(model: GlmMoeDsa, weight: float) -> None:
-    """The newest token's embedding outweighs what the layers add to it, in both."""
+    """The newest token's embedding outweighs what the layers add to it, in both; by itself it says
+    the next token in a round of all of them."""
     assert model.mtp is not None
     size = model.spec.hidden_size
     torch.manual_seed(3)
     with torch.no_grad():
+        model.head.weight.copy_(model.embed.weight.roll(1, 0))
         model.embed.weight *= weight * size**0.5
         some = 0.3 * torch.randn(size, size) * size**-0.5
         model.mtp.combine.weight.copy_(torch.cat((torch.eye(size) * weight, some), 1))
@@ -82,12 +84,12 @@ def agree(model: GlmMoeDsa, weight: float) -> None:
 
 def asks() -> tuple[Ask, ...]:
     """Greedy and sampled ones; the last begins like the first one, up to the middle of a page."""
-    prompts = [random_ids(count, seed=seed) for seed, count in enumerate((22, 33, 9))]
+    prompts = [random_ids(22, seed=0), random_ids(9, seed=1)]
     prompts.append(prompts[0][:18] + random_ids(11, seed=9))
-    temperatures = (0.0, 0.7, 0.0, 1.0)
+    temperatures = (0.0, 0.7, 0.0)
     return tuple(
         Ask(
-            2 * i,
+            3 * i,
             tuple(prompt),
             SamplingParams(temperature=heat, seed=i, max_tokens=STEPS, ignore_eos=True),
         )
@@ -102,16 +104,17 @@ def play(model: GlmMoeDsa, variant: Variant) -> tuple[dict[Any, list[int]], Any,
     return tokens, run.counts, engine.scheduler.draft_counts()
 
 
-def hold_to_plain(tiny: Tiny, model: GlmMoeDsa, variant: Variant) -> float:
-    """The share of drafts that were right; a row that lives on had them."""
+def hold_to_plain(tiny: Tiny, model: GlmMoeDsa, variant: Variant) -> DraftCounts:
+    """What came of the drafts, having changed nothing."""
     if id(model) not in tiny.plain:
         tiny.plain[id(model)] = play(model, Variant())[0]
     tokens, met, counts = play(model, variant)
     assert [len(answer) for answer in tokens.values()] == [STEPS] * len(tokens)
     assert tokens == tiny.plain[id(model)]
     assert met["prefix_hits"] > 0
-    assert met["preemptions"] > 0
-    return counts.accepted / counts.proposed
+    # so many places are kept for drafts then that fewer rows are let in
+    assert met["preemptions"] > 0 or variant.drafts == 6
+    return counts
 
 
 @pytest.mark.parametrize("drafts", [1, 3])
@@ -119,35 +122,60 @@ def hold_to_plain(tiny: Tiny, model: GlmMoeDsa, variant: Variant) -> float:
 def test_sixty_four_tokens_with_the_model_s_own_drafts(
     loop: str, depth: int, drafts: int, tiny: Tiny
 ) -> None:
-    right = hold_to_plain(tiny, tiny.half, Variant(loop, depth=depth, draft=MTP, drafts=drafts))
-    assert 0.2 < right < 0.7
+    counts = hold_to_plain(tiny, tiny.half, Variant(loop, depth=depth, draft=MTP, drafts=drafts))
+    assert 0.3 < counts.accepted_at[0] / counts.drafted < 0.7
+    assert counts.accepted > 50
 
 
 def test_own_drafts_that_are_hardly_ever_right(tiny: Tiny) -> None:
-    variant = Variant("overlap", draft=MTP, drafts=6)
-    assert hold_to_plain(tiny, tiny.random, variant) < 0.05
+    variant = Variant("overlap", draft=MTP, drafts=2)
+    counts = hold_to_plain(tiny, tiny.random, variant)
+    assert counts.accepted < counts.proposed / 20
 
 
-@pytest.mark.parametrize(("loop", "depth"), [("overlap", 0), ("batch-queue", 4)])
-def test_own_drafts_on_the_hostile_device(loop: str, depth: int, tiny: Tiny) -> None:
-    variant = Variant(loop, "hostile", 7, depth, draft=MTP, drafts=2)
-    assert hold_to_plain(tiny, tiny.half, variant) > 0.2
+@pytest.mark.parametrize(("loop", "depth", "drafts"), [("overlap", 0, 2), ("batch-queue", 4, 6)])
+def test_own_drafts_on_the_hostile_device(loop: str, depth: int, drafts: int, tiny: Tiny) -> None:
+    variant = Variant(loop, "hostile", 7, depth, draft=MTP, drafts=drafts)
+    assert hold_to_plain(tiny, tiny.half, variant).accepted > 50
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_own_drafts_up_to_the_last_place_of_a_page_table(skips: bool, tiny: Tiny) -> None:
+    """Rows that end where their page table does: a chain has no place left, and must not look for
+    one there."""
+    options = OPTIONS | {"max_model_len": 40, "num_pages": 40}
+    params = SamplingParams(temperature=0.0, max_tokens=18, ignore_eos=True)
+    asks = tuple(Ask(i, tuple(random_ids(22, seed=i)), params) for i in range(3))
+    answers = []
+    for variant in (Variant(), Variant("batch-queue", depth=3, draft=MTP, drafts=6)):
+        engine = engine_of(tiny.half, options, variant)
+        if variant.draft:
+            set_skips(engine, skips)
+        run = Client(engine, Workload(0, options, asks)).play()
+        answers.append([one.tokens for one in run.told.values()])
+    assert answers[0] == answers[1]
+
+
+def set_skips(engine: Engine, skips: bool) -> Any:
+    """Whether what does not count is left out, as on the CPU; the runner."""
+    runner: Any = engine._executor._runner  # type: ignore[attr-defined]
+    runner._verifier.skips = runner._verifier._drafter.skips = skips
+    return runner
 
 
 # --- the right drafts -----------------------------------------------------------------------
 
 
 class Drafted:
-    """What an engine's drafter proposes, with whom it was for: by prompt, (newest place, drafts)."""
+    """What an engine's drafter proposes: by prompt, (newest place, drafts)."""
 
     def __init__(self, engine: Engine, skips: bool) -> None:
         self.found: dict[tuple[int, ...], list[tuple[int, list[int]]]] = {}
         self._owners: dict[int, tuple[int, ...]] = {}
-        runner: Any = engine._executor._runner
-        verifier = runner._verifier
-        verifier.skips = verifier._drafter.skips = skips
-        self._propose: Callable[[Brought], Tensor] = verifier._drafter.propose
-        verifier._drafter.propose = self.propose
+        runner = set_skips(engine, skips)
+        drafter = runner._verifier._drafter
+        self._propose: Callable[[Brought], Tensor] = drafter.propose
+        drafter.propose = self.propose
         self._launch: Callable[[Plan], Any] = runner.launch
         runner.launch = self.launch
 
@@ -186,9 +214,10 @@ def chain(model: GlmMoeDsa, known: list[int], drafts: int, shares: bool) -> list
             states, _ = model.draft(states, inputs, pages.kv, seed)
 
 
-@pytest.mark.parametrize("shares", [True, False])
-@pytest.mark.parametrize("skips", [True, False])
-@pytest.mark.parametrize("loop", ["serial", "overlap"])
+@pytest.mark.parametrize(
+    ("loop", "skips", "shares"),
+    [("serial", True, True), ("overlap", False, True), ("overlap", True, False)],
+)
 def test_what_is_drafted_is_what_the_whole_sequence_says(
     loop: str, skips: bool, shares: bool, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,14 +225,16 @@ def test_what_is_drafted_is_what_the_whole_sequence_says(
     contexts are longer than what is read of them."""
     model, drafts = tiny.half, 3
     monkeypatch.setattr(model, "sparse", replace(model.sparse, mtp_shares_index=shares))
-    engine = engine_of(model, OPTIONS, Variant(loop, draft=MTP, drafts=drafts))
+    options = OPTIONS | {"num_pages": 28}
+    engine = engine_of(model, options, Variant(loop, draft=MTP, drafts=drafts))
     drafted = Drafted(engine, skips)
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-    prompts = [random_ids(count, seed=seed) for seed, count in enumerate((22, 33, 50))]
+    prompts = [random_ids(22, seed=0), random_ids(40, seed=1)]
     prompts.append(prompts[0][:18] + random_ids(11, seed=9))
-    work = Workload(0, OPTIONS, tuple(Ask(3 * i, tuple(p), params) for i, p in enumerate(prompts)))
+    work = Workload(0, options, tuple(Ask(3 * i, tuple(p), params) for i, p in enumerate(prompts)))
     run = Client(engine, work).play()
     assert run.counts["prefix_hits"] > 0
+    assert run.counts["preemptions"] > 0
     compared = wrong = 0
     account = cache(lambda known: chain(model, [*known], drafts, shares))
     for (which, _), told in run.told.items():
@@ -215,5 +246,5 @@ def test_what_is_drafted_is_what_the_whole_sequence_says(
             expected = account(tuple(whole[: end + 1]))[:left]
             compared += 1
             wrong += any(draft not in best for draft, best in zip(row, expected, strict=False))
-    assert compared > 50
+    assert compared > 40
     assert wrong == 0
