@@ -215,15 +215,19 @@ def chain(model: GlmMoeDsa, known: list[int], drafts: int, shares: bool) -> list
 
 
 @pytest.mark.parametrize(
-    ("loop", "skips", "shares"),
-    [("serial", True, True), ("overlap", False, True), ("overlap", True, False)],
+    ("loop", "kind", "skips", "shares"),
+    [
+        ("serial", "random", True, True),
+        ("overlap", "half", False, True),
+        ("overlap", "random", True, False),
+    ],
 )
 def test_what_is_drafted_is_what_the_whole_sequence_says(
-    loop: str, skips: bool, shares: bool, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+    loop: str, kind: str, skips: bool, shares: bool, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts in chunks, rows of other lengths, prefix hits, preemptions, runs of any length.  All
     contexts are longer than what is read of them."""
-    model, drafts = tiny.half, 3
+    model, drafts = {"random": tiny.random, "half": tiny.half}[kind], 3
     monkeypatch.setattr(model, "sparse", replace(model.sparse, mtp_shares_index=shares))
     options = OPTIONS | {"num_pages": 28}
     engine = engine_of(model, options, Variant(loop, draft=MTP, drafts=drafts))

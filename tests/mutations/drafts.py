@@ -143,7 +143,7 @@ MUTATIONS = [
         "runner/mtp.py",
         "    rows += (is_open.sum(1) - 1).clamp(min=0)\n",
         "    rows += is_open.sum(1).clamp(max=width - 1)\n",
-        f"{_DRAFTED}[overlap-False-True]",
+        f"{_DRAFTED}[overlap-half-False-True]",
     ),
     Mutation(
         "what the chain wrote is not written over",
@@ -151,7 +151,7 @@ MUTATIONS = [
         "runner/mtp.py",
         "        is_open = tokens >= 0\n",
         "        is_open = tokens >= 0\n        is_open[:, 1:-1] = False\n",
-        f"{_DRAFTED}[serial-True-True]",
+        f"{_DRAFTED}[overlap-half-False-True]",
     ),
     Mutation(
         "a chunk's last position has no next token",
@@ -159,7 +159,7 @@ MUTATIONS = [
         "runner/inputs.py",
         "        known = joins[slot].tokens[start + 1 : start + count + 1]\n",
         "        known = joins[slot].tokens[start + 1 : start + count]\n",
-        f"{_DRAFTED}[serial-True-True]",
+        f"{_DRAFTED}[serial-random-True-True]",
     ),
     Mutation(
         "the layer that drafts chooses anew for each draft",
@@ -167,7 +167,7 @@ MUTATIONS = [
         "runner/mtp.py",
         " if self._model.sparse.mtp_shares_index else None\n",
         " if self._model is None else None\n",
-        f"{_DRAFTED}[serial-True-True]",
+        f"{_DRAFTED}[serial-random-True-True]",
     ),
     Mutation(
         "each draft is made at its predecessor's place",
@@ -175,7 +175,7 @@ MUTATIONS = [
         "runner/mtp.py",
         "            place = first + (at - 1)\n",
         "            place = first\n",
-        f"{_DRAFTED}[serial-True-True]",
+        f"{_DRAFTED}[serial-random-True-True]",
     ),
     Mutation(
         "the fence opens before drafts are made",
