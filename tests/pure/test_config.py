@@ -46,7 +46,7 @@ BAD: dict[str, list[Any]] = {
     "num_pages": NOT_COUNTS,
     "kv_memory_gb": [0, -1, "4", True, NAN, INF, 1e9],
     "prefix_cache": [None, 1, "yes"],
-    "draft": ["mtp", None, 3],
+    "draft": ["eagle", None, 3],
     "draft_tokens": [*NOT_COUNTS, MAX_DRAFTS + 1],
     "seed": ["1", 1.0, None, True],
     "threads": NOT_COUNTS,
