@@ -41,8 +41,9 @@ class Knowing:
     have fewer drafts than they may."""
 
     right, gaps = 16, 0
+    uses_pages = False
 
-    def __init__(self, spec: RunnerSpec, slots: SlotState, model: object) -> None:
+    def __init__(self, spec: RunnerSpec, slots: SlotState, model: object, kv: object) -> None:
         self._drafts = spec.draft_tokens
         self._length = spec.max_pages * spec.page_size + self._drafts + 1
         self._tokens_dev = torch.zeros((spec.num_slots, self._length), dtype=torch.int64)

@@ -7,14 +7,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from stepahead.config import DTYPE_BYTES, EngineConfig, ModelFacts, Resolved, resolve
 from stepahead.engine import Engine, limits_of
 from stepahead.errors import ConfigError
 from stepahead.loop.base import Executor
-from stepahead.model.sparse import KVGroup, SparseSpec, groups_of, sparse_weight_values, told
+from stepahead.model.sparse import (
+    KVGroup,
+    SparseSpec,
+    bytes_per_token,
+    groups_of,
+    sparse_weight_values,
+    told,
+)
 from stepahead.model.spec import ModelSpec, kv_bytes_per_token, read_spec
 from stepahead.runner.spec import RunnerSpec
 from stepahead.scheduler.stop import Vocabulary
@@ -24,9 +31,14 @@ from stepahead.text.tokenizer import Tokenizer
 TOY = "toy"
 TOY_VOCAB = 512
 TOY_MAX_LEN = 4096
+_LOAD = "stepahead.model.load:load"
 _TOY_CELL_BYTES = 8
 _TOY_LAYERS = 8
-_DRAFTERS = {"none": "", "ngram": "stepahead.runner.ngram:NgramDrafter"}
+_DRAFTERS = {
+    "none": "",
+    "ngram": "stepahead.runner.ngram:NgramDrafter",
+    "mtp": "stepahead.runner.mtp:MtpDrafter",
+}
 
 
 @dataclass(frozen=True)
@@ -38,6 +50,7 @@ class ModelParts:
     part     as factory, for a stage: called with `stage` and `stages`, too; "" if it can't be cut
     notes    what was changed from the model's files, and why
     groups   page tensors of the pool, where they are of more than one kind
+    mtp      whether `factory` gives a model with the layer that draft=mtp drafts with
     """
 
     facts: ModelFacts
@@ -47,6 +60,7 @@ class ModelParts:
     part: str = ""
     notes: tuple[str, ...] = ()
     groups: tuple[KVGroup, ...] = ()
+    mtp: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,8 +85,11 @@ def build_engine(config: EngineConfig, chat_template: str | None = None) -> Asse
 def model_parts(config: EngineConfig, chat_template: str | None = None) -> ModelParts:
     """What the files of `config.model` say, without reading weights; ModelError if they can't."""
     if config.model == TOY:
+        _refuse_mtp(config, "the toy")
         return toy_parts()
     spec = read_spec(config.model)
+    if spec.sparse is None:
+        _refuse_mtp(config, spec.architecture)
     texts = Tokenizer.load(config.model, chat_template)
     facts = ModelFacts(
         vocab_size=spec.vocab_size,
@@ -84,21 +101,38 @@ def model_parts(config: EngineConfig, chat_template: str | None = None) -> Model
         state_bytes=spec.hidden_size * DTYPE_BYTES[config.dtype],
     )
     options = {"path": config.model, "dtype": config.dtype}
-    load = "stepahead.model.load:load"
     if spec.sparse is not None:
-        groups = groups_of(spec.sparse, DTYPE_BYTES[config.dtype])
-        return ModelParts(
-            facts, texts, load, options, notes=_sparse_notes(spec, spec.sparse), groups=groups
-        )
+        whole = ModelParts(facts, texts, _LOAD, options, notes=spec.notes)
+        return _sparse_parts(whole, spec, spec.sparse, config)
     part = "stepahead.parallel.pipeline:load_part"
-    return ModelParts(facts, texts, load, options, part, spec.notes)
+    return ModelParts(facts, texts, _LOAD, options, part, spec.notes)
 
 
-def _sparse_notes(spec: ModelSpec, sparse: SparseSpec) -> tuple[str, ...]:
-    if not sparse.mtp_layers:
-        return spec.notes
-    idle = f"model.layers.{spec.num_layers} (MTP) stays on disk: nothing drafts with it yet"
-    return (*spec.notes, idle)
+def _refuse_mtp(config: EngineConfig, model: str) -> None:
+    if config.draft == "mtp":
+        raise ConfigError(
+            f"draft=mtp, but {model} has no layer that drafts (MTP); use draft=ngram or draft=none"
+        )
+
+
+def _sparse_parts(
+    parts: ModelParts, spec: ModelSpec, sparse: SparseSpec, config: EngineConfig
+) -> ModelParts:
+    """With groups of pages, and with the MTP layer where it is wanted and there."""
+    width = DTYPE_BYTES[config.dtype]
+    mtp = config.draft == "mtp" and sparse.mtp_layers > 0
+    groups = groups_of(sparse, width, mtp)
+    facts = replace(
+        parts.facts,
+        kv_bytes_per_token=bytes_per_token(groups),
+        weight_bytes=weight_values(spec, mtp) * width,
+    )
+    notes = parts.notes
+    if sparse.mtp_layers and not mtp:
+        idle = f"model.layers.{spec.num_layers} (MTP) stays on disk; draft=mtp drafts with it"
+        notes = (*notes, idle)
+    options = parts.options | {"drafts": mtp}
+    return replace(parts, facts=facts, options=options, notes=notes, groups=groups, mtp=mtp)
 
 
 def toy_parts(vocab_size: int = TOY_VOCAB, max_len: int = TOY_MAX_LEN) -> ModelParts:
@@ -119,7 +153,7 @@ def toy_parts(vocab_size: int = TOY_VOCAB, max_len: int = TOY_MAX_LEN) -> ModelP
 
 def assemble(config: EngineConfig, parts: ModelParts) -> Assembly:
     """An engine around any model that the runner's process can build from `parts`."""
-    resolved = resolve(config, parts.facts)
+    resolved = _resolved(config, parts)
     vocabulary = Vocabulary(parts.texts.token_bytes, parts.texts.special_ids)
     executor, clock_ns = _executor(config.executor, runner_spec(resolved, parts))
     try:
@@ -130,6 +164,15 @@ def assemble(config: EngineConfig, parts: ModelParts) -> Assembly:
     engine.observer.garbage.freeze()
     told_settings = (*settings(resolved), *parts.notes, *_pool_note(resolved, parts.groups))
     return Assembly(engine, parts.texts, resolved, told_settings)
+
+
+def _resolved(config: EngineConfig, parts: ModelParts) -> Resolved:
+    """Without drafts where it is the model's files that lack the layer for them."""
+    if config.draft != "mtp" or parts.mtp:
+        return resolve(config, parts.facts)
+    settled = resolve(replace(config, draft="none", draft_tokens=None), parts.facts)
+    reason = "draft=none: the model's files have no layer that drafts (MTP)"
+    return replace(settled, reasons=(*settled.reasons, reason))
 
 
 def _pool_note(resolved: Resolved, groups: tuple[KVGroup, ...]) -> tuple[str, ...]:
@@ -181,12 +224,13 @@ def settings(resolved: Resolved) -> tuple[str, ...]:
     ) + tuple(reasons.values())
 
 
-def weight_values(spec: ModelSpec) -> int:
-    """How many numbers the model's weights are, embeddings included; without what only drafts."""
+def weight_values(spec: ModelSpec, drafts: bool = False) -> int:
+    """How many numbers the model's weights are, embeddings included; with what only drafts if it
+    does."""
     tables = (1 if spec.tied_head else 2) * spec.vocab_size * spec.hidden_size
     if spec.sparse is not None:
         dims = (spec.hidden_size, spec.num_heads, spec.intermediate_size)
-        return tables + sparse_weight_values(spec.sparse, *dims) + spec.hidden_size
+        return tables + sparse_weight_values(spec.sparse, *dims, drafts) + spec.hidden_size
     head = spec.num_heads * spec.head_dim
     kv = spec.num_kv_heads * spec.head_dim
     attention = spec.hidden_size * (2 * head + 2 * kv)

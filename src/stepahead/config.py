@@ -19,7 +19,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "fence": ("fine", "coarse"),
     "dtype": ("float32", "bfloat16"),
     "metric_names": ("stepahead", "vllm", "sglang"),
-    "draft": ("none", "ngram"),
+    "draft": ("none", "ngram", "mtp"),
 }
 
 
@@ -81,8 +81,9 @@ class EngineConfig:
     num_pages        pages in the KV pool, or
     kv_memory_gb     its size in GiB
     prefix_cache     keep finished pages for prompts that begin alike
-    draft            who proposes tokens for the model to check, several in one step: none, or ngram
-                     (what followed the last tokens where they came before)
+    draft            who proposes tokens for the model to check, several in one step: none, ngram
+                     (what followed the last tokens where they came before), or mtp (a layer that
+                     the model brings for it)
     draft_tokens     most drafts of a row in one step
     seed             keys the noise of requests that bring no seed of their own
     threads          threads of the runner
@@ -267,7 +268,7 @@ def _check_drafts(config: EngineConfig) -> None:
     count = config.draft_tokens
     if config.draft == "none":
         if count is not None:
-            raise ConfigError(f"draft_tokens={count}, but nothing drafts; give draft=ngram")
+            raise ConfigError(f"draft_tokens={count}, but nothing drafts; give draft=ngram or mtp")
         return
     if count is not None and (
         isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_DRAFTS

@@ -9,13 +9,15 @@ import pytest
 import torch
 from test_parity_glm import MODELS, SPARSE
 from test_parity_llama import engine_of
-from tiny_models import random_ids
-from tiny_sparse import TOPK, make_sparse, reference, save_sparse
+from tiny_models import random_ids, smollm2_path
+from tiny_sparse import TOPK, make_sparse, make_with_mtp, reference, save_sparse
 
 from engines import Variant
 from harness import Client
 from stepahead import LLM, SamplingParams
+from stepahead.assemble import model_parts
 from stepahead.cache.pools import LatentPool
+from stepahead.config import config_from
 from stepahead.errors import ConfigError
 from stepahead.model.glm_moe_dsa import GlmMoeDsa
 from stepahead.model.sparse import (
@@ -146,6 +148,53 @@ def test_an_llm_serves_a_folder_and_tells_its_pool(tmp_path: Path) -> None:
     ]
     logits = reference(theirs, [*prompt, *answer])[len(prompt) - 1 : -1]
     assert logits.argmax(1).tolist() == [*answer]
+
+
+@pytest.mark.parametrize("absent", [False, True])
+def test_an_llm_drafts_with_the_layer_if_the_folder_has_it(absent: bool, tmp_path: Path) -> None:
+    make_with_mtp(tmp_path, absent=absent, vocab_size=900)
+    chat_folder(tmp_path)
+    prompt = random_ids(30, seed=5, vocab_size=900)
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    answers, proposed, settings = [], [], []
+    for draft in ("none", "mtp"):
+        options = {"executor": "inline", "max_rows": 2, "num_pages": 40, "threads": 1}
+        with LLM(tmp_path, draft=draft, **options) as llm:
+            answers.append(llm.generate([prompt], params)[0].outputs[0].token_ids)
+            proposed.append(llm.engine.draft_counts().proposed)
+            settings.append("; ".join(llm.settings))
+    assert answers[0] == answers[1]
+    assert proposed[0] == 0
+    bare = "6 latent rows of 160 + 3 index keys of 64 = 1,152 bytes a token"
+    assert bare in settings[0]
+    idle = "model.layers.6 (MTP) stays on disk; draft=mtp drafts with it"
+    assert (idle in settings[0]) == (not absent)
+    assert idle not in settings[1]
+    if absent:
+        assert bare in settings[1]
+        assert "draft=none: the model's files have no layer that drafts (MTP)" in settings[1]
+        assert "so nothing drafts" in settings[1]
+        assert proposed[1] == 0
+    else:
+        assert "7 latent rows of 160 + 4 index keys of 64 = 1,376 bytes a token" in settings[1]
+        assert "draft_tokens=3" in settings[1]
+        assert proposed[1] > 20
+
+
+def test_drafts_of_the_model_s_own_are_refused_where_there_can_be_none() -> None:
+    with pytest.raises(ConfigError, match=r"draft=mtp, but the toy has no layer that drafts"):
+        LLM("toy", draft="mtp", num_pages=8)
+    with pytest.raises(ConfigError, match=r"draft=mtp, but LlamaForCausalLM .*use draft=ngram"):
+        LLM(smollm2_path(), draft="mtp", num_pages=8)
+
+
+def test_the_layer_that_drafts_is_counted_as_memory(tmp_path: Path) -> None:
+    make_with_mtp(tmp_path, vocab_size=900)
+    chat_folder(tmp_path)
+    model = load_sparse(read_spec(tmp_path), "float32", drafts=True)
+    parts = model_parts(config_from(str(tmp_path), {"draft": "mtp"}))
+    assert parts.facts.kv_bytes_per_token == 1376
+    assert parts.facts.weight_bytes == sum(4 * weight.numel() for weight in model.parameters())
 
 
 def test_it_is_not_cut_into_stages(tmp_path: Path) -> None:

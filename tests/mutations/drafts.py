@@ -10,6 +10,10 @@ _PAPER = (
 _PARITY = "tests/cpu/test_parity_drafts.py::test_drafts_change_nothing_that_a_client_hears[0]"
 _COPYING = "tests/cpu/test_drafts.py::test_prompt_lookup_on_a_model_that_repeats_itself"
 
+_MTP = "tests/cpu/test_parity_mtp.py"
+_DRAFTED = f"{_MTP}::test_what_is_drafted_is_what_the_whole_sequence_says"
+_OWN = f"{_MTP}::test_own_drafts_on_the_hostile_device"
+
 MUTATIONS = [
     Mutation(
         "the page reserve is off by one draft",
@@ -132,5 +136,69 @@ MUTATIONS = [
         "            place = answer.told_tokens\n",
         "            place = len(answer.logprobs or ()) - 1\n",
         "tests/pure/test_llm_answers.py::test_logprobs_go_with_their_tokens",
+    ),
+    Mutation(
+        "the layer that drafts is given the state behind the accepted one",
+        "drafts that are hardly ever right",
+        "runner/mtp.py",
+        "    rows += (is_open.sum(1) - 1).clamp(min=0)\n",
+        "    rows += is_open.sum(1).clamp(max=width - 1)\n",
+        f"{_DRAFTED}[overlap-half-False-True]",
+    ),
+    Mutation(
+        "what the chain wrote is not written over",
+        "drafts that read rows of tokens that were never said",
+        "runner/mtp.py",
+        "        is_open = tokens >= 0\n",
+        "        is_open = tokens >= 0\n        is_open[:, 1:-1] = False\n",
+        f"{_DRAFTED}[overlap-half-False-True]",
+    ),
+    Mutation(
+        "a chunk's last position has no next token",
+        "a row of the layer that drafts with padding in it, at the end of each chunk",
+        "runner/inputs.py",
+        "        known = joins[slot].tokens[start + 1 : start + count + 1]\n",
+        "        known = joins[slot].tokens[start + 1 : start + count]\n",
+        f"{_DRAFTED}[serial-random-True-True]",
+    ),
+    Mutation(
+        "the layer that drafts chooses anew for each draft",
+        "drafts other than those that the model was trained for",
+        "runner/mtp.py",
+        " if self._model.sparse.mtp_shares_index else None\n",
+        " if self._model is None else None\n",
+        f"{_DRAFTED}[serial-random-True-True]",
+    ),
+    Mutation(
+        "each draft is made at its predecessor's place",
+        "drafts of no use but the first",
+        "runner/mtp.py",
+        "            place = first + (at - 1)\n",
+        "            place = first\n",
+        f"{_DRAFTED}[serial-random-True-True]",
+    ),
+    Mutation(
+        "the fence opens before drafts are made",
+        "a page table that changes while drafts read it",
+        "runner/runner.py",
+        'getattr(model, "fine_fence", False) and not late\n',
+        'getattr(model, "fine_fence", False)\n',
+        f"{_OWN}[overlap-0-2]",
+    ),
+    Mutation(
+        "drafts go on past a row's limit",
+        "a place that no page table has",
+        "runner/mtp.py",
+        "            is_open = (left >= at).unsqueeze(1)  # a dead row has none left\n",
+        "            is_open = (left >= at - 99).unsqueeze(1)\n",
+        "tests/cpu/test_parity_mtp.py::test_own_drafts_up_to_the_last_place_of_a_page_table",
+    ),
+    Mutation(
+        "the layer that drafts is not counted",
+        "a pool that takes more memory than it says",
+        "assemble.py",
+        "    groups = groups_of(sparse, width, mtp)\n",
+        "    groups = groups_of(sparse, width)\n",
+        "tests/cpu/test_sparse_memory.py::test_the_layer_that_drafts_is_counted_as_memory",
     ),
 ]

@@ -48,7 +48,12 @@ class Brought:
 
 
 class Drafter(Protocol):
-    """`stage` runs on the host, plan by plan; the others on the forward stream."""
+    """`stage` runs on the host, plan by plan; the others on the forward stream.
+
+    uses_pages  `propose` reads page tables, and reads and writes the KV pool
+    """
+
+    uses_pages: bool
 
     def stage(self, joins: Sequence[Join], upload: Upload) -> Any:
         """What `enter` must know of slots with new owners, of which there is one at least."""
@@ -64,10 +69,10 @@ class Drafter(Protocol):
         ...
 
 
-def build_drafter(spec: RunnerSpec, slots: SlotState, model: Any) -> Drafter:
-    """The drafter that the spec names; it may share the slots' page tables, and the model."""
+def build_drafter(spec: RunnerSpec, slots: SlotState, model: Any, kv: Any) -> Drafter:
+    """The drafter that the spec names; it may share the slots' page tables, model and pool."""
     module, function = spec.drafter.split(":")
-    return getattr(import_module(module), function)(spec, slots, model)
+    return getattr(import_module(module), function)(spec, slots, model, kv)
 
 
 class Rejections:

@@ -29,6 +29,8 @@ class StagedStep:
     `chunks`: (slot, first token among the step's, count, context length) of each chunk.
     `chunk_tokens_dev` int64[3, t]: token, slot, position of each prompt position of the step.
     `chunk_ends_dev` int64[2, c]: slot and context length of each chunk.  None without chunks.
+    `following_dev` int64[t]: the token after each prompt position, -1 where the host knows none.
+    None without drafts, or chunks.
     """
 
     rows_dev: Tensor
@@ -41,6 +43,7 @@ class StagedStep:
     chunks: tuple[tuple[int, int, int, int], ...] = ()
     chunk_tokens_dev: Tensor | None = None
     chunk_ends_dev: Tensor | None = None
+    following_dev: Tensor | None = None
 
     @property
     def most(self) -> int:
@@ -61,6 +64,15 @@ def chunk_tokens(plan: Plan, joins: dict[int, Join]) -> np.ndarray:
         out[2, first:end] = np.arange(start, start + count)
         first = end
     return out
+
+
+def following_tokens(plan: Plan, joins: dict[int, Join]) -> np.ndarray:
+    """int64[t]: the token after each prompt position that the plan computes, -1 for none."""
+    parts = []
+    for slot, start, count, _ in plan.chunk_table.tolist():
+        known = joins[slot].tokens[start + 1 : start + count + 1]
+        parts.append(np.append(known, np.full(count - len(known), -1)))
+    return np.concatenate(parts, dtype=np.int64)
 
 
 def chunk_rows(plan: Plan, num_rows: int) -> tuple[tuple[int, int, int, int], ...]:

@@ -38,7 +38,9 @@ class NgramDrafter:
     """`tokens_dev` int32[slots, positions]: what the host or the model has said so far.  Slot 0,
     padding, takes what is for nobody."""
 
-    def __init__(self, spec: RunnerSpec, slots: SlotState, model: object) -> None:
+    uses_pages = False
+
+    def __init__(self, spec: RunnerSpec, slots: SlotState, model: object, kv: object) -> None:
         self._drafts = spec.draft_tokens
         self._length = spec.max_pages * spec.page_size + 1
         shape = (spec.num_slots, self._length)

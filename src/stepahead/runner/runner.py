@@ -98,7 +98,6 @@ class Runner:
         self._counts = PenaltyCounts(vocab_size, place)
         self._keep = KeepAlive(device, spec.depth)
         self._end: Event | None = None  # of the forward before
-        self._fence = Fence(device, spec.fence == "fine" and getattr(model, "fine_fence", False))
         self._lengths = HostLengths(device) if getattr(model, "host_lengths", False) else None
         # what a stage hands over is not captured
         sizes = spec.page_size, spec.max_rows, spec.width
@@ -108,7 +107,13 @@ class Runner:
         # nothing of its own is in the air when a row ends whose tokens the host brings
         ahead = spec.depth > spec.stages
         eos_dev = eos_table(spec.eos_ids, vocab_size, place) if ahead else None
-        drafter = build_drafter(spec, self._slots, model) if spec.drafter else None
+        drafter = build_drafter(spec, self._slots, model, self._kv) if spec.drafter else None
+        # such a drafter reads page tables when the model has long read them
+        late = drafter is not None and drafter.uses_pages
+        self._also_read = ("pages", "kv") if late else ()
+        self._also_written = ("kv",) if late else ()
+        fine = spec.fence == "fine" and getattr(model, "fine_fence", False) and not late
+        self._fence = Fence(device, fine)
         self._verifier = (
             Verifier(self._slots, self._relay, drafter, spec.page_size) if drafter else None
         )
@@ -195,8 +200,8 @@ class Runner:
             if not self._last
             else Work(
                 partial(self._run_sampler, staged, box),
-                (*blocks, "slots", "relay", "counts", f"states {step}"),
-                ("slots", "relay", "counts", f"results {step}", *self._given(step)),
+                (*blocks, "slots", "relay", "counts", f"states {step}", *self._also_read),
+                ("slots", "relay", "counts", *self._given(step), *self._also_written),
             )
         )
         device.enqueue(Stream.FORWARD, first.fn, first.reads, first.writes)
@@ -205,7 +210,8 @@ class Runner:
         device.enqueue(Stream.FORWARD, rest.fn, rest.reads, rest.writes)
 
     def _given(self, step: int) -> tuple[str, ...]:
-        return () if self._hand_over is None else self._hand_over.given(step)
+        more = () if self._hand_over is None else self._hand_over.given(step)
+        return (f"results {step}", *more)
 
     def _pass_on_work(self, staged: Staged, box: StepBox) -> Work:
         hand_over, step = self._hand_over, staged.step
@@ -230,8 +236,8 @@ class Runner:
         self._device.enqueue(
             Stream.FORWARD,
             partial(self._run_sampler, staged, box, run.logits_dev),
-            (*blocks, "slots", "relay", "counts", RESULTS),
-            ("slots", "relay", "counts", RESULTS, f"results {staged.step}"),
+            (*blocks, "slots", "relay", "counts", RESULTS, *self._also_read),
+            ("slots", "relay", "counts", RESULTS, *self._given(staged.step), *self._also_written),
         )
 
     def _copy_out(

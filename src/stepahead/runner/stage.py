@@ -18,7 +18,7 @@ from stepahead.plan import Join, Plan
 from stepahead.runner.counts import PenaltyCounts
 from stepahead.runner.draft import Drafter, Rejections
 from stepahead.runner.hidden import PromptPool
-from stepahead.runner.inputs import StagedStep, chunk_rows, chunk_tokens
+from stepahead.runner.inputs import StagedStep, chunk_rows, chunk_tokens, following_tokens
 from stepahead.runner.keep import KeepAlive
 from stepahead.runner.relay import Relay
 from stepahead.runner.sampler import SampleGroup
@@ -242,10 +242,12 @@ class Stager:
         last = np.array([first + count - 1 for _, first, count, _ in chunks])
         sampled = np.concatenate([np.arange(positions), last[sampling]])
         slots = np.concatenate([rows, owners[sampling]])
+        following_dev = None
         if self._width == 1:
             sampled_dev, slots_dev = block.add(np.stack([sampled, slots]))
         else:
             sampled_dev, slots_dev = block.add(sampled), block.add(slots)
+            following_dev = block.add(following_tokens(plan, self._joins))
         return StagedStep(
             rows_dev,
             rows,
@@ -257,6 +259,7 @@ class Stager:
             chunks=chunks,
             chunk_tokens_dev=block.add(chunk_tokens(plan, self._joins)),
             chunk_ends_dev=block.add(np.stack([owners, lengths])),
+            following_dev=following_dev,
         )
 
     def _bounds(self, rows: np.ndarray) -> np.ndarray:
