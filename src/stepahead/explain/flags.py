@@ -17,7 +17,7 @@ _PROXY = "a proxy in front does that"
 _LOGGED = "requests are not logged; request_spans exports them"
 _ONE_DEVICE = "one rank so far"
 _NOT_NEEDED = "nothing here depends on it"
-_DRAFTS = "drafts are asked for with --draft ngram"
+_DRAFTS = "drafts are asked for with --draft ngram or mtp"
 _KERNELS = "the attention that fits the device is taken"
 
 
