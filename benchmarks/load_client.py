@@ -138,7 +138,7 @@ def _connection(load: Load, slow: bool = False) -> socket.socket:
 
 def _post(path: str, body: dict[str, object]) -> bytes:
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: load\r\nContent-Type: application/json\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
 
 

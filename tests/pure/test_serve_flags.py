@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pydantic  # noqa: F401  # where it is loaded cyclopts checks types by it, and sterner
 import pytest
 from cyclopts import App, UnknownOptionError
 

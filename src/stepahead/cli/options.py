@@ -157,7 +157,8 @@ else:
     EngineFlags = Annotated[_engine_options() | None, Parameter(name="*", group=ENGINE)]
     SamplingFlags = Annotated[_sampling_options() | None, Parameter(name="*", group=SAMPLING)]
     ServeFlags = Annotated[
-        _options_of("ServeOptions", ServeConfig, SERVE_ALIASES), Parameter(name="*", group=SERVER)
+        _options_of("ServeOptions", ServeConfig, SERVE_ALIASES) | None,
+        Parameter(name="*", group=SERVER),
     ]
 ChatTemplate = Annotated[
     Path | None, Parameter(help="A file whose chat template replaces the model's own.")
