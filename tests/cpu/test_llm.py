@@ -35,6 +35,8 @@ from stepahead.errors import (
     UnsupportedModel,
     WeightError,
 )
+from stepahead.llm.collect import Collector
+from stepahead.llm.prompts import Prompt
 from stepahead.model.toy import ToyModel
 from text_makers import MESSAGES, TEMPLATE
 
@@ -641,3 +643,30 @@ def test_the_host_of_a_worker_does_without_torch() -> None:
         timeout=60,
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+# --- streamed -------------------------------------------------------------------------------
+
+REPEATING = [
+    SamplingParams(temperature=0.0, max_tokens=12, logit_bias={65: 100.0}, logprobs=1),
+    SamplingParams(temperature=0.0, max_tokens=30, logit_bias={65: 100.0}, stop="dccdccdcc"),
+    SamplingParams(seed=5, max_tokens=30, logit_bias={65: 9.0, 66: 9.0}, stop_token_ids=[66]),
+]
+
+
+def deltas(llm: LLM) -> dict[int, list[Any]]:
+    collector, prompt = Collector(llm.tokenizer), Prompt([5, 6, 7], None)
+    for key, params in enumerate(REPEATING):
+        collector.open(key, prompt, params, llm.engine.add(prompt.ids, params), streaming=True)
+    told: dict[int, list[Any]] = {key: [] for key in range(len(REPEATING))}
+    while llm.engine.has_work:
+        if (outputs := llm.step()) is not None:
+            for delta in collector.take(outputs).deltas:
+                told[delta.key].append(delta)
+    return told
+
+
+def test_each_token_is_streamed_by_itself_under_drafts_too() -> None:
+    with toy() as plain, toy(draft="ngram", draft_tokens=4) as drafting:
+        assert deltas(drafting) == deltas(plain)
+        assert sum(drafting.engine.scheduler.draft_counts().accepted_at) > 0

@@ -194,11 +194,14 @@ class Collector:
             owner[0].prompt_logprobs[place] = row
 
     def _take_tokens(self, outputs: Outputs, news: News) -> None:
-        ending = {finish.rid for finish in outputs.finishes}
+        rids = outputs.rids.tolist()
+        last: dict[int, int] = {}
+        if ending := {finish.rid for finish in outputs.finishes}:
+            last = {rid: place for place, rid in enumerate(rids) if rid in ending}
         owner_of, tell = self._choices.get, news.deltas.append
-        for rid, token in zip(outputs.rids.tolist(), outputs.tokens.tolist(), strict=True):
+        for at, (rid, token) in enumerate(zip(rids, outputs.tokens.tolist(), strict=True)):
             owner = owner_of(rid)
-            if owner is None or not owner[1].streaming or rid in ending:
+            if owner is None or not owner[1].streaming or last.get(rid) == at:
                 continue  # the last token is told with the end: it may be cut
             asked, answer = owner
             # under drafts a step brings several tokens, and the rows of all of them are there
