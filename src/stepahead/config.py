@@ -273,7 +273,7 @@ def _check_drafts(config: EngineConfig) -> None:
     if count is not None and (
         isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_DRAFTS
     ):
-        raise ConfigError(f"draft_tokens={str(count)[:40]}; give a whole number up to {MAX_DRAFTS}")
+        raise ConfigError(f"draft_tokens={str(count)[:40]}; give one from 1 to {MAX_DRAFTS}")
     if config.pipeline_stages > 1:
         raise ConfigError(
             f"draft={config.draft} with pipeline_stages={config.pipeline_stages}: drafts need the "
@@ -297,7 +297,7 @@ def _check_depth(config: EngineConfig) -> None:
     if depth is None:
         return
     if isinstance(depth, bool) or not isinstance(depth, int) or not 1 <= depth <= MAX_DEPTH:
-        raise ConfigError(f"depth={depth!r}; give a whole number up to {MAX_DEPTH}")
+        raise ConfigError(f"depth={depth!r}; give a whole number from 1 to {MAX_DEPTH}")
     if config.loop != "batch-queue" and depth != own:
         raise ConfigError(
             f"depth={depth}, but loop={config.loop} has a depth of {own}; use loop=batch-queue"

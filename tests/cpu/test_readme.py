@@ -71,7 +71,7 @@ def test_the_commands_of_the_readme_work(lines: list[str], tmp_path: Path) -> No
         words = shlex.split(line)[1:]
         more = SMALL.get((words[0], words[1] if len(words) > 1 else ""), [])
         words = [str(model) if word == "MODEL" else word for word in words] + more
-        if words[:2] == ["bench", "host"] or words[0] == "serve":
+        if words[:2] in (["bench", "host"], ["bench", "spec"]) or words[0] == "serve":
             words.append("--help")  # minutes of measuring, or a server that stays
         elif words == ["chat"]:
             words += [str(model), "--max-tokens", "4"]
