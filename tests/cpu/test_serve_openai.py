@@ -157,7 +157,7 @@ def test_what_an_embedding_can_not_have_is_refused_by_name(client: openai.OpenAI
         ("encoding_format", {"encoding_format": "int8"}),
         ("pooling", {"extra_body": {"pooling": "max"}}),
         ("temperature", {"extra_body": {"temperature": 0.5}}),
-        ("n", {"input": ["a"] * 9}),
+        ("input", {"input": ["a"] * 9}),
     ]
     for param, fields in refused:
         with pytest.raises(openai.BadRequestError) as bad:
