@@ -130,11 +130,24 @@ def decode_inputs(
     """
     seats = slots.seat_dev.index_select(0, rows)
     positions = slots.length_dev.index_select(0, seats)
+    return seated_inputs(seats, positions, ids, bounds, slots, page_size, most)
+
+
+def seated_inputs(
+    seats: Tensor,
+    positions: Tensor,
+    ids: Tensor,
+    bounds: np.ndarray,
+    slots: SlotState,
+    page_size: int,
+    most: int,
+) -> StepInputs:
+    """Decode rows alone: tokens at these positions of these slots' pages, int64[n] each."""
     return StepInputs(
         token_ids_dev=ids,
         positions_dev=positions,
         cells_dev=cells_of(slots, seats, positions, page_size),
-        n_decode=len(rows),
+        n_decode=len(seats),
         decode_pages_dev=slots.pages_dev[:, : -(-most // page_size)].index_select(0, seats),
         decode_lens_dev=positions + 1,
         decode_bounds=bounds,

@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from stepahead.model.batch import StepInputs
 from stepahead.runner.draft import NONE, Brought, Drafter
 from stepahead.runner.ends import Ends, ended
-from stepahead.runner.inputs import StagedStep, cells_of, with_chunks
+from stepahead.runner.inputs import StagedStep, seated_inputs, with_chunks
 from stepahead.runner.relay import Relay
 from stepahead.runner.slots import SlotState
 
@@ -81,17 +81,7 @@ def verify_inputs(
         seats, positions, tokens = seats[kept], positions[kept], tokens[kept]
         bounds = (positions + 1).numpy()  # on the CPU they are known
         most = int(bounds.max(initial=0))
-    return StepInputs(
-        token_ids_dev=tokens,
-        positions_dev=positions,
-        cells_dev=cells_of(slots, seats, positions, page_size),
-        n_decode=len(seats),
-        decode_pages_dev=slots.pages_dev[:, : -(-most // page_size)].index_select(0, seats),
-        decode_lens_dev=positions + 1,
-        decode_bounds=bounds,
-        max_decode_len=most,
-        chunks=(),
-    )
+    return seated_inputs(seats, positions, tokens, bounds, slots, page_size, most)
 
 
 @dataclass(frozen=True)
