@@ -34,6 +34,7 @@ from stepahead.types import (
     DraftCounts,
     Finish,
     FinishReason,
+    Grammar,
     Load,
     Outputs,
     Request,
@@ -146,19 +147,29 @@ class Engine:
     # --- requests ---------------------------------------------------------------------------
 
     def add(
-        self, prompt: list[int] | np.ndarray, params: SamplingParams, wait: bool = True
+        self,
+        prompt: list[int] | np.ndarray,
+        params: SamplingParams,
+        wait: bool = True,
+        grammar: Grammar | None = None,
     ) -> list[int]:
         """Takes a prompt in; one request id for each of its `n` choices.
 
-        RequestError when it is refused: then nothing of it runs.  With `wait=False` PoolFull when
-        it can't be held at once.
+        `grammar` is what the answers keep to, compiled from `params.structured_outputs` where the
+        request was read.  RequestError when it is refused: then nothing of it runs.  With
+        `wait=False` PoolFull when it can't be held at once.
         """
         self._check_open()
+        if params.structured_outputs is not None:
+            if grammar is None:
+                words = "structured_outputs must be compiled first, with a GrammarCompiler"
+                raise InvalidParameter(words, "structured_outputs")
+            params = replace(params, structured_outputs=None)  # no runner reads it
         ids = as_prompt(prompt, self.resolved.facts.vocab_size)
         self._check_ids(params)
         with self._mail():
             self._check_open()
-            requests = [self._request(ids, params, choice) for choice in range(params.n)]
+            requests = [self._request(ids, params, i, grammar) for i in range(params.n)]
             self.scheduler.add(requests, wait)
             # counted when taken in: a refusal must not change the noise of those that come after
             self._rids += params.n
@@ -166,14 +177,16 @@ class Engine:
                 self.observer.requests.arrived(request.rid, len(ids))
         return [request.rid for request in requests]
 
-    def _request(self, prompt: np.ndarray, params: SamplingParams, choice: int) -> Request:
+    def _request(
+        self, prompt: np.ndarray, params: SamplingParams, choice: int, grammar: Grammar | None
+    ) -> Request:
         seed = params.seed
         if seed is None:  # its own noise, the same in every run of this engine's seed
             seed = (self.resolved.config.seed * 0x9E3779B97F4A7C15 + self._rids + 1) % (1 << 63)
         if choice and params.prompt_logprobs is not None:
             # the prompt is the same for all choices: once is enough
             params = replace(params, prompt_logprobs=None)
-        return Request(self._rids + choice, prompt, params, seed, choice)
+        return Request(self._rids + choice, prompt, params, seed, choice, grammar)
 
     def _check_ids(self, params: SamplingParams) -> None:
         size = self.resolved.facts.vocab_size

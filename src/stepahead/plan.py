@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from stepahead.sync import Held, Sync
-from stepahead.types import HiddenRows, LogprobRows, SamplingParams, StateSums
+from stepahead.types import Grammar, HiddenRows, LogprobRows, SamplingParams, StateSums
 from stepahead.wire import decoder, encode
 
 NO_INTS = np.zeros(0, np.int32)
@@ -28,7 +28,7 @@ class Join(msgspec.Struct, frozen=True, array_like=True, eq=False):
     `tokens` int32[n]: its prompt and the outputs already known; `prompt_len` of them are prompt.
     `cached` positions have their KV in `pages` already (a prefix hit).  `pages` int32[p] is the
     slot's page table so far.  `seed` and `choice` key the sampling noise.  `limit` positions of it
-    will ever be computed.
+    will ever be computed.  Its outputs, the known ones among `tokens` too, keep to `grammar`.
     """
 
     slot: int
@@ -41,6 +41,7 @@ class Join(msgspec.Struct, frozen=True, array_like=True, eq=False):
     seed: int
     choice: int
     limit: int = 1 << 40
+    grammar: Grammar | None = None
 
 
 class Plan(msgspec.Struct, frozen=True, array_like=True, eq=False):

@@ -34,6 +34,8 @@ class SamplingParams(
     `return_hidden_states` returns the last layer's normed state that each output token came from.
     With `pooling` the request ends behind its prompt and no token is sampled: it returns the mean
     of these states over the prompt's positions, or the last one, and goes with no other field.
+    With `structured_outputs` the answer is what that says, and ends where that ends, at the latest:
+    also under `ignore_eos`, and before `min_tokens`.
     """
 
     n: int = 1
@@ -57,6 +59,7 @@ class SamplingParams(
     include_stop_str_in_output: bool = False
     return_hidden_states: bool = False
     pooling: Pooling | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         _check_params(self)
@@ -136,6 +139,9 @@ def _check_params(params: SamplingParams) -> None:
             raise InvalidParameter(f"{name} must be true or false", name)
     _check_stops(params)
     _check_bias(params.logit_bias)
+    if not isinstance(params.structured_outputs, StructuredOutputs | None):
+        words = "structured_outputs must be StructuredOutputs"
+        raise InvalidParameter(words, "structured_outputs")
     if params.pooling is not None:
         _check_pooling(params)
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
@@ -210,16 +216,27 @@ def _check_bias(bias: dict[int, float] | None) -> None:
 
 def params_from(fields: dict[str, Any]) -> SamplingParams:
     """Builds SamplingParams from decoded JSON; InvalidParameter names an unknown or bad field."""
-    known = SamplingParams.__struct_fields__
-    for name in fields:
-        if name not in known:
-            raise InvalidParameter(
-                f"unknown parameter {name!r}; known: {', '.join(sorted(known))}", name
-            )
+    _refuse_unknown(fields, SamplingParams, "parameter")
+    asked = fields.get("structured_outputs")
+    if isinstance(asked, dict):
+        _refuse_unknown(
+            asked, StructuredOutputs, "field of structured_outputs", "structured_outputs"
+        )
+        fields = fields | {"structured_outputs": StructuredOutputs(**asked)}
     bias = fields.get("logit_bias")
     if isinstance(bias, dict):
         fields = fields | {"logit_bias": {_token_key(key): value for key, value in bias.items()}}
     return SamplingParams(**fields)
+
+
+def _refuse_unknown(
+    fields: dict[str, Any], kind: type[msgspec.Struct], what: str, param: str | None = None
+) -> None:
+    known = kind.__struct_fields__
+    for name in fields:
+        if name not in known:
+            words = f"unknown {what} {name!r}; known: {', '.join(sorted(known))}"
+            raise InvalidParameter(words, param or name)
 
 
 def _token_key(key: Any) -> Any:
@@ -229,13 +246,15 @@ def _token_key(key: Any) -> Any:
 
 
 class Request(msgspec.Struct, frozen=True, eq=False):
-    """One choice a client waits for: `prompt` int32[n], its parameters, and what keys its noise."""
+    """One choice a client waits for: `prompt` int32[n], its parameters, and what keys its noise.
+    Its answer keeps to `grammar`; `params` say nothing of that any more."""
 
     rid: int
     prompt: np.ndarray
     params: SamplingParams
     seed: int
     choice: int = 0
+    grammar: Grammar | None = None
 
 
 class LogprobRows(msgspec.Struct, frozen=True, array_like=True, eq=False):

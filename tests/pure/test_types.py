@@ -12,6 +12,7 @@ from stepahead.types import (
     MAX_LOGPROBS,
     CompletionOutput,
     SamplingParams,
+    StructuredOutputs,
     as_prompt,
     params_from,
 )
@@ -44,6 +45,7 @@ BAD: dict[str, list[Any]] = {
     "include_stop_str_in_output": [1, None, "no"],
     "return_hidden_states": [1, None, "no"],
     "pooling": ["max", "", 1, True, ["mean"]],
+    "structured_outputs": ["a+", 1, True, {"regex": 5}, {}, {"regex": "a", "choice": ["b"]}],
 }
 GOOD: dict[str, list[Any]] = {
     "n": [1, 128],
@@ -67,6 +69,7 @@ GOOD: dict[str, list[Any]] = {
     "include_stop_str_in_output": [True, False],
     "return_hidden_states": [True, False],
     "pooling": [None, "mean", "last"],
+    "structured_outputs": [None, StructuredOutputs(regex="a+"), StructuredOutputs(choice=["b"])],
 }
 
 

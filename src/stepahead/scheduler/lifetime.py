@@ -160,7 +160,7 @@ class Lifetime:
         self.queued_pages -= self._pages(entry)
         params, seed, choice = request.params, request.seed, request.choice
         limit = int(table.limit[slot])
-        own = (params, seed, choice, limit)
+        own = (params, seed, choice, limit, request.grammar)
         return Join(slot, generation, tokens, entry.prompt_len, cached, pages, *own)
 
     def start_decoding(self, slots: np.ndarray) -> None:

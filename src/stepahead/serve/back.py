@@ -150,7 +150,9 @@ class EngineDesk:
         lengths = [len(asked.prompt)] * asked.params.n
         may_wait = self._engine.scheduler.would_wait(lengths) <= self._max_waiting
         try:
-            rids = self._engine.add(asked.prompt, asked.params, wait=may_wait)
+            rids = self._engine.add(
+                asked.prompt, asked.params, wait=may_wait, grammar=asked.grammar
+            )
         except (RequestError, EngineError) as error:
             param = error.param if isinstance(error, RequestError) else ""
             self._send(Refused(asked.key, type(error).__name__, str(error), param))

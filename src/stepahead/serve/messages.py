@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from stepahead.config import EngineConfig
-from stepahead.types import Outputs, SamplingParams
+from stepahead.types import Grammar, Outputs, SamplingParams
 from stepahead.wire import decoder_of
 
 
@@ -27,11 +27,13 @@ class Start(msgspec.Struct, frozen=True):
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag=1, eq=False):
-    """To the engine: a prompt int32[n].  It is answered by Taken or Refused, with the same key."""
+    """To the engine: a prompt int32[n].  It is answered by Taken or Refused, with the same key.
+    `params` no longer say what `grammar` is."""
 
     key: int
     prompt: np.ndarray
     params: SamplingParams
+    grammar: Grammar | None = None
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=2, eq=False):
