@@ -28,8 +28,8 @@ import text_makers
 from schemas import SCHEMAS
 from stepahead.grammar import GrammarCompiler, Vocabulary
 from stepahead.runner.grammar import Matchers
+from stepahead.structured import Grammar, StructuredOutputs
 from stepahead.text import Tokenizer
-from stepahead.types import Grammar, StructuredOutputs
 
 ROWS = 32
 CHOSEN = ("person", "order", "tree", "string long")

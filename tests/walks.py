@@ -25,8 +25,8 @@ import text_makers
 from schemas import SCHEMAS
 from stepahead.grammar import GrammarCompiler, Vocabulary
 from stepahead.runner.grammar import Matchers, apply_masks
+from stepahead.structured import Grammar, StructuredOutputs
 from stepahead.text import Tokenizer
-from stepahead.types import Grammar, StructuredOutputs
 
 ROWS = 32  # walks side by side
 

@@ -29,12 +29,12 @@ from stepahead.observe.stages import Stage
 from stepahead.scheduler.policy import Limits
 from stepahead.scheduler.scheduler import Scheduler
 from stepahead.scheduler.stop import StopTable, Vocabulary
+from stepahead.structured import Grammar
 from stepahead.sync import SyncCounts
 from stepahead.types import (
     DraftCounts,
     Finish,
     FinishReason,
-    Grammar,
     Load,
     Outputs,
     Request,

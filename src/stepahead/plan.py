@@ -14,8 +14,9 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from stepahead.structured import Grammar
 from stepahead.sync import Held, Sync
-from stepahead.types import Grammar, HiddenRows, LogprobRows, SamplingParams, StateSums
+from stepahead.types import HiddenRows, LogprobRows, SamplingParams, StateSums
 from stepahead.wire import decoder, encode
 
 NO_INTS = np.zeros(0, np.int32)

@@ -21,7 +21,7 @@ import walks
 from grammars import EOS, GAP, PAD
 from stepahead.grammar import GrammarCompiler, Vocabulary
 from stepahead.runner.grammar import Matchers, apply_masks
-from stepahead.types import Grammar, StructuredOutputs
+from stepahead.structured import Grammar, StructuredOutputs
 
 VOCABULARY = grammars.tiny_vocabulary()
 COMPILER = GrammarCompiler(VOCABULARY)

@@ -21,7 +21,7 @@ from stepahead.grammar import (
     tool_grammar,
 )
 from stepahead.parse import AnswerStream, Arguments, CallStart, Content, Reasoning, Tool, merged
-from stepahead.types import Grammar, StructuredOutputs
+from stepahead.structured import Grammar, StructuredOutputs
 
 SEARCH: dict[str, Any] = {
     "type": "object",

@@ -21,8 +21,8 @@ from schemas import SCHEMAS
 from stepahead.errors import InvalidParameter, UnsupportedModel
 from stepahead.grammar import GrammarCompiler, Vocabulary
 from stepahead.grammar.deep import on_deep_stack
+from stepahead.structured import StructuredOutputs
 from stepahead.text import Tokenizer
-from stepahead.types import StructuredOutputs
 
 # every byte is a token, so that any JSON can be written
 BYTES = Vocabulary([bytes([byte]) for byte in range(256)] + [b"<eos>"], [256], [256])
@@ -209,7 +209,7 @@ _CHAINS = """
 import json
 from stepahead.errors import InvalidParameter
 from stepahead.grammar import GrammarCompiler, Vocabulary
-from stepahead.types import StructuredOutputs
+from stepahead.structured import StructuredOutputs
 from llguidance import LLExecutor, LLMatcher
 
 vocabulary = Vocabulary([bytes([byte]) for byte in range(256)] + [b"<eos>"], [256], [256])

@@ -8,14 +8,8 @@ import numpy as np
 import pytest
 
 from stepahead.errors import InvalidParameter, RequestError
-from stepahead.types import (
-    MAX_LOGPROBS,
-    CompletionOutput,
-    SamplingParams,
-    StructuredOutputs,
-    as_prompt,
-    params_from,
-)
+from stepahead.structured import StructuredOutputs
+from stepahead.types import MAX_LOGPROBS, CompletionOutput, SamplingParams, as_prompt, params_from
 
 NAN, INF = float("nan"), float("inf")
 NOT_WHOLE: list[Any] = [1.5, "1", True, NAN, INF, [1]]

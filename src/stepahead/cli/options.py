@@ -74,7 +74,8 @@ SAMPLING_HELP = {
 # logit_bias: a flag can't say a mapping well, a line of the input can
 # seed: the engine's own keys every request, and has the flag of that name
 # pooling: it goes with no other, and most commands set some; a line of the input can say it
-_NO_FLAG = ("logit_bias", "seed", "pooling")
+# structured_outputs: as logit_bias
+_NO_FLAG = ("logit_bias", "seed", "pooling", "structured_outputs")
 
 
 def _flag_class(name: str, flags: dict[str, tuple[Any, Parameter]]) -> type:

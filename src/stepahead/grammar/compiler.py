@@ -21,7 +21,7 @@ from stepahead.grammar.lark import (
 )
 from stepahead.grammar.schema import schema_text
 from stepahead.grammar.vocabulary import Vocabulary
-from stepahead.types import Grammar, StructuredOutputs
+from stepahead.structured import Grammar, StructuredOutputs
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer

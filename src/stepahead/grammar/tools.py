@@ -17,7 +17,7 @@ from stepahead.grammar.schema import schema_text
 from stepahead.parse import Tool
 from stepahead.parse.answer import THINK, THINK_END, ToolFormat
 from stepahead.parse.glm import CLOSE, KEY, KEY_END, OPEN, VALUE, VALUE_END
-from stepahead.types import Grammar
+from stepahead.structured import Grammar
 
 Choice: TypeAlias = Literal["auto", "required"] | str
 _ANY_TEXT = r"/(?s:.*)/"

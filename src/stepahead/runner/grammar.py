@@ -18,7 +18,7 @@ from torch import Tensor
 
 from stepahead.grammar import Vocabulary
 from stepahead.grammar.deep import on_deep_stack
-from stepahead.types import Grammar
+from stepahead.structured import Grammar
 
 _KEPT = 32  # grammars whose automata are kept for the next request that has the same
 _MAX_REASON_CHARS = 200

@@ -12,7 +12,8 @@ import msgspec
 import numpy as np
 
 from stepahead.config import EngineConfig
-from stepahead.types import Grammar, Outputs, SamplingParams
+from stepahead.structured import Grammar
+from stepahead.types import Outputs, SamplingParams
 from stepahead.wire import decoder_of
 
 
