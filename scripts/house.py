@@ -24,7 +24,7 @@ MAX_PUBLIC_NAMES = 8
 
 # Top to bottom: a room may import only rooms above it.
 LADDER = (
-    *("errors", "wire", "sync", "structured", "types", "machine", "config", "plan"),
+    *("errors", "wire", "sync", "structured", "bans", "types", "machine", "config", "plan"),
     *("observe", "text", "parse", "grammar", "device", "cache", "scheduler", "loop"),
     *("model", "parallel", "runner", "executor", "disagg", "watch"),
     *("engine", "assemble", "llm", "sim", "doctor", "serve", "trace", "top", "explain", "cli"),
@@ -44,7 +44,7 @@ BLIND = {
 # What must import without torch: these rooms but for the files that hold device memory, and,
 # of rooms that do use torch, these files.
 TORCH_FREE_ROOMS = {
-    *("errors", "wire", "sync", "structured", "types", "machine", "config", "plan", FACE),
+    *("errors", "wire", "sync", "structured", "bans", "types", "machine", "config", "plan", FACE),
     *("observe", "text", "parse", "grammar", "cache", "scheduler", "loop"),
     *("watch", "top", "explain", "serve"),
 }

@@ -212,6 +212,7 @@ def runner_spec(resolved: Resolved, parts: ModelParts) -> RunnerSpec:
         state_bytes=resolved.facts.state_bytes,
         drafter=_DRAFTERS[config.draft],
         draft_tokens=config.step_width - 1,
+        processor=config.logits_processor or "",
     )
 
 

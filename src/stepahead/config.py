@@ -6,6 +6,7 @@ Knows no torch and no model files: what it must know of the model comes as `Mode
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +86,8 @@ class EngineConfig:
                      (what followed the last tokens where they came before), or mtp (a layer that
                      the model brings for it)
     draft_tokens     most drafts of a row in one step
+    logits_processor  MODULE:NAME of code of yours that changes the logits of requests that ask for
+                     it with `extra_args`; it is loaded in the runner's process
     seed             keys the noise of requests that bring no seed of their own
     threads          threads of the runner
     debug            check the scheduler's invariants at every step
@@ -113,6 +116,7 @@ class EngineConfig:
     prefix_cache: bool = True
     draft: str = "none"
     draft_tokens: int | None = None
+    logits_processor: str | None = None
     seed: int = 0
     threads: int | None = None
     debug: bool = False
@@ -165,6 +169,7 @@ ALIASES = {
     "block_size": "page_size",
     "context_length": "max_model_len",
     "enable_prefix_caching": "prefix_cache",
+    "logits_processors": "logits_processor",
     "num_gpu_blocks_override": "num_pages",
     "random_seed": "seed",
     "num_speculative_tokens": "draft_tokens",
@@ -203,6 +208,7 @@ _AT_LEAST_ONE = (
     "pipeline_stages",
 )
 _FAR_TOO_MANY = 1 << 40
+_NAMED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 _REQUIRED = ("max_rows", "max_step_tokens", "page_size", "pipeline_stages")
 
 
@@ -245,6 +251,11 @@ def _check_rest(config: EngineConfig) -> None:
         raise ConfigError("device=hostile runs in this process only; use executor=inline")
     _check_stages(config)
     _check_drafts(config)
+    named = config.logits_processor
+    if named is not None and not (isinstance(named, str) and _NAMED.fullmatch(named)):
+        raise ConfigError(
+            f"logits_processor={named!r}; give one as MODULE:NAME, such as mine.processors:Quiet"
+        )
 
 
 def _check_stages(config: EngineConfig) -> None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import chain
 
 import numpy as np
 from msgspec.structs import replace
@@ -193,12 +194,45 @@ class Engine:
         for name, ids in (
             ("stop_token_ids", params.stop_token_ids or ()),
             ("logit_bias", params.logit_bias or ()),
+            ("allowed_token_ids", params.allowed_token_ids or ()),
+            ("bad_word_ids", tuple(chain(*params.bad_word_ids or ()))),
         ):
             for token in ids:
                 if token >= size:
                     raise InvalidParameter(
                         f"{name} names token {token}; the vocabulary is 0..{size - 1}", name
                     )
+        self._check_bans(params)
+
+    def _check_bans(self, params: SamplingParams) -> None:
+        if params.bad_words:
+            words = "bad_words must be spelt in tokens first; give bad_word_ids"
+            raise InvalidParameter(words, "bad_words")
+        if params.extra_args and self.resolved.config.logits_processor is None:
+            raise InvalidParameter(
+                "extra_args (over HTTP vllm_xargs or custom_params) are for a logits processor, "
+                "and there is none; start with logits_processor=MODULE:NAME",
+                "extra_args",
+            )
+        allowed, words = params.allowed_token_ids, params.bad_word_ids or ()
+        if allowed is None and not words:
+            return
+        # a word may at any time be one token short of being whole
+        barred = {word[-1] for word in words}
+        if params.min_tokens:
+            barred.update(params.stop_token_ids or ())
+            barred.update(() if params.ignore_eos else self.resolved.facts.eos_ids)
+        if allowed is None:
+            left = len(barred) < self.resolved.facts.vocab_size
+        else:
+            left = not barred.issuperset(allowed)
+        if not left:
+            name = "bad_word_ids" if allowed is None else "allowed_token_ids"
+            raise InvalidParameter(
+                f"{name}: a time may come when no token is left to choose; allow one that is "
+                "neither the last of a bad word nor, with min_tokens, a stop",
+                name,
+            )
 
     def abort(self, rid: int) -> None:
         """Ends a request; its terminal message comes with the next step.  Unknown ids are ignored:

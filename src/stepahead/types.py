@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 from msgspec.structs import force_setattr
 
+from stepahead.bans import check_allowed, check_bad_ids, check_bad_words, check_extra, is_token
 from stepahead.errors import InvalidParameter
 from stepahead.structured import Grammar, StructuredOutputs
 
@@ -37,6 +38,9 @@ class SamplingParams(
     of these states over the prompt's positions, or the last one, and goes with no other field.
     With `structured_outputs` the answer is what that says, and ends where that ends, at the latest:
     also under `ignore_eos`, and before `min_tokens`.
+    No token outside `allowed_token_ids` is chosen.  None of `bad_words` comes, as the tokenizer
+    spells it with a space before it or without; `bad_word_ids` says the same in tokens.
+    `extra_args`, plain JSON, asks for the engine's logits processor and is handed to it.
     """
 
     n: int = 1
@@ -56,6 +60,10 @@ class SamplingParams(
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    bad_word_ids: list[list[int]] | None = None
+    extra_args: dict[str, Any] | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     return_hidden_states: bool = False
@@ -65,11 +73,16 @@ class SamplingParams(
     def __post_init__(self) -> None:
         _check_params(self)
         # our own copies: a list that its giver changes later would not have been checked
-        for name in ("stop", "stop_token_ids"):
+        for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):
             if isinstance(given := getattr(self, name), list):
                 force_setattr(self, name, tuple(given))
         if self.logit_bias is not None:
             force_setattr(self, "logit_bias", dict(self.logit_bias))
+        if self.bad_word_ids is not None:
+            force_setattr(self, "bad_word_ids", tuple(map(tuple, self.bad_word_ids)))
+        if self.extra_args is not None:
+            own = msgspec.json.decode(msgspec.json.encode(self.extra_args))
+            force_setattr(self, "extra_args", own)
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -92,6 +105,11 @@ class SamplingParams(
             or self.frequency_penalty != 0.0
             or self.repetition_penalty != 1.0
         )
+
+    @property
+    def remembers(self) -> bool:
+        """True when the device must keep this row's tokens in their order."""
+        return bool(self.extra_args) or any(len(word) > 1 for word in self.bad_word_ids or ())
 
 
 # field: (lowest, highest, lowest itself allowed)
@@ -140,6 +158,10 @@ def _check_params(params: SamplingParams) -> None:
             raise InvalidParameter(f"{name} must be true or false", name)
     _check_stops(params)
     _check_bias(params.logit_bias)
+    check_allowed(params.allowed_token_ids)
+    check_bad_words(params.bad_words)
+    check_bad_ids(params.bad_word_ids)
+    check_extra(params.extra_args)
     if not isinstance(params.structured_outputs, StructuredOutputs | None):
         words = "structured_outputs must be StructuredOutputs"
         raise InvalidParameter(words, "structured_outputs")
@@ -197,8 +219,7 @@ def _check_stops(params: SamplingParams) -> None:
     if ids is not None and not isinstance(ids, (list, tuple)):
         raise InvalidParameter("stop_token_ids must be a list of token ids", "stop_token_ids")
     for token in ids or ():
-        # one that no message can carry is no model's
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 1 << 63:
+        if not is_token(token):
             raise InvalidParameter(f"stop_token_ids holds {token!r}", "stop_token_ids")
 
 
@@ -208,7 +229,7 @@ def _check_bias(bias: dict[int, float] | None) -> None:
     if not isinstance(bias, dict):
         raise InvalidParameter("logit_bias must map token ids to numbers", "logit_bias")
     for token, value in bias.items():
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 1 << 63:
+        if not is_token(token):
             raise InvalidParameter(f"logit_bias has the key {token!r}", "logit_bias")
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise InvalidParameter(f"logit_bias has the value {value!r}", "logit_bias")

@@ -33,7 +33,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "loop: when the host looks": ("loop", "depth", "serial_prefill"),
     "runner: how a step is run": (
         *("dtype", "fence", "seed", "threads"),
-        *("draft", "draft_tokens"),
+        *("draft", "draft_tokens", "logits_processor"),
     ),
     "device: on what": ("device", "device_seed"),
     "executor: where": ("executor", "pipeline_stages"),
@@ -74,8 +74,11 @@ SAMPLING_HELP = {
 # logit_bias: a flag can't say a mapping well, a line of the input can
 # seed: the engine's own keys every request, and has the flag of that name
 # pooling: it goes with no other, and most commands set some; a line of the input can say it
-# structured_outputs: as logit_bias
-_NO_FLAG = ("logit_bias", "seed", "pooling", "structured_outputs")
+# structured_outputs, and what else is a list of lists or longer than a command: as logit_bias
+_NO_FLAG = (
+    *("logit_bias", "seed", "pooling", "structured_outputs"),
+    *("allowed_token_ids", "bad_words", "bad_word_ids", "extra_args"),
+)
 
 
 def _flag_class(name: str, flags: dict[str, tuple[Any, Parameter]]) -> type:

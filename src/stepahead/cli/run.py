@@ -32,6 +32,7 @@ from stepahead.llm.interrupt import Interruption
 from stepahead.llm.offline import LLM, count_news
 from stepahead.llm.progress import Bar
 from stepahead.llm.prompts import Prompt, read_chat, read_prompt
+from stepahead.text.bad_words import with_bad_word_ids
 from stepahead.types import SamplingParams, params_from
 
 _MAX_TOKENS = 256
@@ -156,7 +157,8 @@ class Batch:
             return prompt, params_from(fields)  # the flags are about tokens, and it gets none
         if fields.get("seed") is None:  # null too: the engine's own would be of the order
             fields["seed"] = self._seed(line)
-        return prompt, params_from(self._defaults | fields)
+        params = params_from(self._defaults | fields)
+        return prompt, with_bad_word_ids(params, self._llm.tokenizer)
 
     def _seed(self, line: Line) -> int:
         # of the line alone, so that a run that was resumed answers as one that was not

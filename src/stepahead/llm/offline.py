@@ -32,6 +32,7 @@ from stepahead.llm.prompts import (
     template_variables,
 )
 from stepahead.observe.probes import Probes, probes
+from stepahead.text.bad_words import with_bad_word_ids
 from stepahead.text.texts import Texts
 from stepahead.types import Outputs, RequestOutput, SamplingParams
 from stepahead.watch.beside import Beside
@@ -192,7 +193,8 @@ class LLM:
                 for place, prompt in enumerate(prompts):
                     with _naming(f"{name}[{place}]"):
                         asked = read(prompt)
-                        rids = self.engine.add(asked.ids, params[place])
+                        own = with_bad_word_ids(params[place], self.tokenizer)
+                        rids = self.engine.add(asked.ids, own)
                     collector.open(keys[place], asked, params[place], rids)
                     if interruption.asked:
                         raise interruption.error

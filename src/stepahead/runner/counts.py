@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from stepahead.runner.places import Places
+
 
 class PenaltyCounts:
     """`outputs_dev` int32[capacity, vocab], `prompt_dev` bool[capacity, vocab]; grows when needed.
@@ -20,26 +22,18 @@ class PenaltyCounts:
     """
 
     def __init__(self, vocab_size: int, place: torch.device) -> None:
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self.outputs_dev = torch.zeros((0, vocab_size), dtype=torch.int32, device=place)
         self.prompt_dev = torch.zeros((0, vocab_size), dtype=torch.bool, device=place)
-        self._row_of: dict[int, int] = {}
-        self._free: list[int] = []
-        self._rows = 0
+        self._places = Places()
 
     def take(self, slot: int) -> int:
         """A row for the slot (host)."""
-        if not self._free:
-            self._free.append(self._rows)
-            self._rows += 1
-        row = self._row_of[slot] = self._free.pop()
-        return row
+        return self._places.take(slot)
 
     def give(self, slot: int) -> None:
         """The slot is given up, whether or not it has a row (host)."""
-        row = self._row_of.pop(slot, None)
-        if row is not None:
-            self._free.append(row)
+        self._places.give(slot)
 
     def start(self, row: int, prompt_dev: Tensor, outputs_dev: Tensor) -> None:
         """Counts a new owner's tokens, int64[..] each (forward stream)."""
@@ -66,6 +60,6 @@ class PenaltyCounts:
         if rows <= have:
             return
         more = max(rows, 2 * have) - have
-        pad = self.outputs_dev.new_zeros((more, self._vocab_size))
+        pad = self.outputs_dev.new_zeros((more, self.vocab_size))
         self.outputs_dev = torch.cat([self.outputs_dev, pad])
         self.prompt_dev = torch.cat([self.prompt_dev, pad.to(torch.bool)])

@@ -373,6 +373,8 @@ class Runner:
                 self._verifier.enter(changes.joined_dev, limits_dev, changes.entering)
         for row, prompt_dev, outputs_dev in changes.counts:
             self._counts.start(row, prompt_dev, outputs_dev)
+        for place, tokens_dev in changes.histories:
+            self._stager.history.start(place, tokens_dev)
 
     def _run_sampler(self, staged: Staged, box: StepBox, logits_dev: Tensor | None = None) -> None:
         """`logits_dev` float32[r, vocab] where they have been computed; changed in place."""
@@ -414,7 +416,7 @@ class Runner:
             positions = self._slots.length_dev.index_select(0, slots_dev)
         else:
             positions = verifier.positions(step, made(box.asked))
-            before = verifier.before(step, made(box.asked)) if group.penalised else None
+            before = verifier.before(step, made(box.asked)) if group.looks_back else None
         tokens = sample(logits, group, positions, self._counts, before)
         if wanted is not None and raw is not None:
             box.logprobs = describe(raw, tokens[wanted], group.logprob_width)

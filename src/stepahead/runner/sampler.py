@@ -1,7 +1,8 @@
 """From logits to tokens.  What the rows ask for is staged once and reused while the rows stay.
 
-Order: logit bias and the ban on stop ids below min_tokens, penalties, then temperature, min-p,
-top-k, top-p, and the sample: the largest of logit / temperature + Gumbel noise.
+Order: logit bias and the ban on stop ids below min_tokens, other bans and the user's processor
+(`hooks.py`), penalties, then temperature, min-p, top-k, top-p, and the sample: the largest of logit
+/ temperature + Gumbel noise.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from stepahead.runner.counts import PenaltyCounts
 from stepahead.runner.ends import Ends
+from stepahead.runner.hooks import Hooks
 from stepahead.runner.noise import gumbel, row_keys
 
 
@@ -58,7 +60,7 @@ class SampleGroup:
     `logprob_rows` int32[l] are the rows that want log-probabilities, `logprob_rows_dev` the same
     on the device, and `logprob_width` the most alternatives that one of them wants.  `hidden_rows`
     and `hidden_rows_dev` are those that want their hidden state.  `ends` is None where no token
-    that the device knows of ends a row.
+    that the device knows of ends a row.  `hooks`: what else is done to their logits.
     """
 
     drawn: Drawn | None
@@ -70,6 +72,12 @@ class SampleGroup:
     hidden_rows: np.ndarray
     hidden_rows_dev: Tensor | None
     ends: Ends | None
+    hooks: Hooks | None = None
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether the tokens before a sampled one matter, drafts too."""
+        return self.penalised is not None or (self.hooks is not None and self.hooks.kept is not None)
 
 
 def _floats(bits: Tensor) -> Tensor:
@@ -91,6 +99,8 @@ def sample(
     """
     if group.edits is not None:
         _apply_edits(logits, group.edits, positions_dev)
+    if group.hooks is not None:
+        group.hooks.edit(logits, positions_dev, before_dev)
     if group.penalised is not None:
         _apply_penalties(logits, group.penalised, counts, before_dev)
     tokens = logits.argmax(-1)
@@ -99,6 +109,8 @@ def sample(
         tokens[rows] = _draw(logits[rows], group.drawn, positions_dev[rows])
     if group.penalised is not None and before_dev is None:
         counts.count(group.penalised.counts_dev, tokens[group.penalised.rows_dev])
+    if group.hooks is not None:
+        group.hooks.keep(positions_dev, tokens)
     return tokens
 
 

@@ -26,6 +26,8 @@ class RunnerSpec:
     drafter    "module:function" that is called with this, the slots' state and the model, and
                returns the drafter; "" for none
     draft_tokens  most drafts of a row in a step, 0 without a drafter
+    processor  "module:name" that is called with the vocabulary's size and the device, and returns
+               the logits processor; "" for none
     """
 
     factory: str
@@ -49,6 +51,7 @@ class RunnerSpec:
     state_bytes: int = 0
     drafter: str = ""
     draft_tokens: int = 0
+    processor: str = ""
 
     @property
     def width(self) -> int:

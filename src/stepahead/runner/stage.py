@@ -18,8 +18,11 @@ from stepahead.plan import Join, Plan
 from stepahead.runner.counts import PenaltyCounts
 from stepahead.runner.draft import Drafter, Rejections
 from stepahead.runner.hidden import PromptPool
+from stepahead.runner.history import TokenHistory
+from stepahead.runner.hooks import HookWishes
 from stepahead.runner.inputs import StagedStep, chunk_rows, chunk_tokens, following_tokens
 from stepahead.runner.keep import KeepAlive
+from stepahead.runner.processor import load_processor
 from stepahead.runner.relay import Relay
 from stepahead.runner.sampler import SampleGroup
 from stepahead.runner.slots import SlotState
@@ -33,13 +36,15 @@ class StagedChanges:
 
     `joined_dev` int64[j]: slots with new owners, None if there are none.  `pages_dev` int64[2, k]:
     page-table entries as `SlotState.apply` takes them, None if none change.  `counts`: (row of
-    counts, prompt int64[..], outputs int64[..]) of each new owner with penalties.  Under drafts
+    counts, prompt int64[..], outputs int64[..]) of each new owner with penalties.  `histories`: (row
+    of the history, tokens int64[..]) of each new owner whose tokens are remembered.  Under drafts
     `limits_dev` int64[j] are those of the new owners, and `entering` what the drafter staged.
     """
 
     joined_dev: Tensor | None
     pages_dev: Tensor | None
     counts: tuple[tuple[int, Tensor, Tensor], ...]
+    histories: tuple[tuple[int, Tensor], ...]
     limits_dev: Tensor | None = None
     entering: Any = None
 
@@ -135,12 +140,19 @@ class Stager:
         self._relay = relay
         self._counts = counts
         self._keep = keep
-        self._wishes = Wishes(spec.num_slots, spec.eos_ids, eos_dev)
+        self._scores = spec.stage == spec.stages - 1  # the last stage has logits, and counts tokens
+        self.history = TokenHistory(self._most, device.place)
+        self._hooks = self._hook_wishes(spec) if self._scores else None
+        self._wishes = Wishes(spec.num_slots, spec.eos_ids, eos_dev, self._hooks)
         self._joins: dict[int, Join] = {}  # of the slots in use
         self._generations: dict[int, int] = {}  # of each slot's newest owner, in check mode
         # the same rows are those of S plans before, where there are S stages
         self._turns = [_Turn(device, keep) for _ in range(spec.stages)]
-        self._scores = spec.stage == spec.stages - 1  # the last stage has logits, and counts tokens
+
+    def _hook_wishes(self, spec: RunnerSpec) -> HookWishes:
+        vocab_size = self._counts.vocab_size
+        loaded = load_processor(spec.processor, vocab_size, self._device.place)
+        return HookWishes(spec.num_slots, vocab_size, self.history, loaded)
 
     def decodes(self, plan: Plan) -> bool:
         """Whether the plan, not yet staged, has decode rows."""
@@ -168,8 +180,10 @@ class Stager:
     def _stage_changes(self, plan: Plan, block: _Block) -> StagedChanges:
         for slot in plan.leaves.tolist():
             self._counts.give(slot)
+            if self._hooks is not None:
+                self._hooks.leave(slot)
             self._joins.pop(slot, None)
-        counts = []
+        counts, histories = [], []
         for join in plan.joins:
             if self._check:
                 self._check_join(join)
@@ -181,6 +195,9 @@ class Stager:
                 tokens_dev = block.add(join.tokens)
                 split = join.prompt_len
                 counts.append((row, tokens_dev[:split], tokens_dev[split:]))
+            place = None if self._hooks is None else self._hooks.enter(join)
+            if place is not None:
+                histories.append((place, block.add(join.tokens)))
         joined = np.array([join.slot for join in plan.joins], np.int64)
         pages = self._slots.page_changes(plan)
         limits = entering = None
@@ -191,6 +208,7 @@ class Stager:
             block.add(joined) if len(joined) else None,
             None if pages is None else block.add(pages),
             tuple(counts),
+            tuple(histories),
             limits,
             entering,
         )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from stepahead.plan import Join
 from stepahead.runner.ends import Ends
+from stepahead.runner.hooks import HookWishes
 from stepahead.runner.noise import stream_key
 from stepahead.runner.sampler import Drawn, Edits, Penalised, SampleGroup
 from stepahead.types import SamplingParams
@@ -27,9 +28,15 @@ class Wishes:
     """
 
     def __init__(
-        self, num_slots: int, eos_ids: tuple[int, ...], eos_dev: Tensor | None = None
+        self,
+        num_slots: int,
+        eos_ids: tuple[int, ...],
+        eos_dev: Tensor | None = None,
+        hooks: HookWishes | None = None,
     ) -> None:
-        """`eos_dev` bool[vocab]: `eos_ids` on the device; None where it need not know who ends."""
+        """`eos_dev` bool[vocab]: `eos_ids` on the device; None where it need not know who ends.
+        `hooks`: the same slots' other wishes, entered elsewhere; None where nobody has any."""
+        self._hooks = hooks
         self._eos_ids = eos_ids
         self._eos_dev = eos_dev
         self._draws = np.zeros(num_slots, np.bool_)
@@ -106,6 +113,7 @@ class Wishes:
             hidden.astype(np.int32),
             upload(hidden) if len(hidden) else None,
             None if self._eos_dev is None else self._group_ends(slots, upload),
+            None if self._hooks is None else self._hooks.group(slots, upload),
         )
 
     def _group_ends(self, slots: np.ndarray, upload: Upload) -> Ends | None:

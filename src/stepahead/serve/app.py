@@ -60,6 +60,7 @@ from stepahead.serve.requests import (
 )
 from stepahead.serve.streams import ChatStory, TextStory
 from stepahead.serve.web import web_page
+from stepahead.text.bad_words import with_bad_word_ids
 from stepahead.text.texts import Texts
 from stepahead.types import RequestOutput, SamplingParams, as_prompt
 from stepahead.watch.loopback import LocalOnly
@@ -191,6 +192,9 @@ class Routes:
         front = self._front
         front.check_room(params.n * len(prompts))  # others may have come meanwhile
         front.check_lengths(prompts)
+        if params.bad_words:
+            params = await self._off_loop(partial(with_bad_word_ids, params, front.texts))
+            front.check_room(params.n * len(prompts))
         call = front.begin(id, prompts, params, stream)
         try:
             await call.settled()

@@ -32,9 +32,13 @@ SAMPLING = (
     "min_tokens",
     "prompt_logprobs",
     "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
     "skip_special_tokens",
     "include_stop_str_in_output",
 )
+# other engines' names for what SamplingParams calls otherwise
+SPELLINGS = {"vllm_xargs": "extra_args", "custom_params": "extra_args"}
 _TOOLS = "tools are not supported yet; leave it out"
 _STRUCTURED = "structured output is not supported yet; leave it out"
 _SOUND = "only text is understood and made; leave it out"
@@ -76,8 +80,6 @@ NOT_YET: dict[str, tuple[tuple[Any, ...], str]] = {
     "json_schema": ((), _STRUCTURED),
     "regex": ((), _STRUCTURED),
     "ebnf": ((), _STRUCTURED),
-    "allowed_token_ids": ((), "a list of allowed tokens is not supported; use logit_bias"),
-    "bad_words": (([],), "words can't be forbidden yet; use logit_bias with their tokens"),
     "use_beam_search": ((False,), _BEAM),
     "length_penalty": ((1.0,), _BEAM),
     "early_stopping": ((False,), _BEAM),
@@ -94,8 +96,6 @@ NOT_YET: dict[str, tuple[tuple[Any, ...], str]] = {
     "lora_path": ((), _ADAPTER),
     "logits_processors": (([],), _HOOK),
     "custom_logit_processor": ((), _HOOK),
-    "custom_params": ((), _HOOK),
-    "vllm_xargs": ((), _HOOK),
     "session_params": ((), "sessions are not kept; send the whole conversation"),
     "mm_processor_kwargs": ((), _SOUND),
     "media_io_kwargs": ((), _SOUND),
@@ -133,9 +133,15 @@ def read_object(body: bytes) -> dict[str, Any]:
 
 
 def split_sampling(found: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The fields that are sampling parameters, and the others."""
+    """The fields that are sampling parameters, by our names, and the others; Refusal."""
     sampling = {name: value for name, value in found.items() if name in SAMPLING}
-    return sampling, {name: value for name, value in found.items() if name not in SAMPLING}
+    for name, ours in SPELLINGS.items():
+        if name in found:
+            if ours in sampling:
+                raise bad_request(f"{' and '.join(SPELLINGS)} are one; give one of them", name)
+            sampling[ours] = found[name]
+    rest = {n: value for n, value in found.items() if n not in SAMPLING and n not in SPELLINGS}
+    return sampling, rest
 
 
 def take_neutral(

@@ -14,7 +14,7 @@ import msgspec
 from stepahead import __version__
 from stepahead.serve import cards
 from stepahead.serve.embeddings import EMBEDDINGS_NOT_YET, EmbeddingFields, EmbeddingReply
-from stepahead.serve.fields import NOT_YET, SAMPLING
+from stepahead.serve.fields import NOT_YET, SAMPLING, SPELLINGS
 from stepahead.serve.refusal import ErrorReply
 from stepahead.serve.replies import ChatReply, TextReply
 from stepahead.serve.requests import (
@@ -24,6 +24,7 @@ from stepahead.serve.requests import (
     DetokenizeFields,
     TokenizeFields,
 )
+from stepahead.bans import MAX_BAD_WORD_LEN, MAX_BAD_WORDS
 from stepahead.types import MAX_LOGPROBS, MAX_STOP_LEN, MAX_STOPS, RANGES, SamplingParams
 
 Schema: TypeAlias = dict[str, Any]
@@ -86,6 +87,7 @@ _ERRORS = {
 }
 _TEXT: Schema = {"type": "string", "minLength": 1}
 _LABEL: Schema = {"type": "string", "minLength": 1, "maxLength": 256}
+_WORD: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_BAD_WORD_LEN}
 _STOP: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LEN}
 _REF = "#/components/schemas/{name}"
 
@@ -138,6 +140,8 @@ def _closer(model: str, vocab_size: int) -> dict[str, Schema]:
         "input": prompt,
         "tokens": _list_of(token),
         "stop_token_ids": _list_of(token),
+        "allowed_token_ids": _list_of(token, minItems=1),
+        "bad_words": _list_of(_WORD) | {"maxItems": MAX_BAD_WORDS},
         "logit_bias": {"type": "object", "patternProperties": {"^[0-9]+$": bias}},
         "request_id": _LABEL,
         "rid": _LABEL,
@@ -156,6 +160,7 @@ def _body(schema: Schema, body: Body, sampling: Schema, closer: Mapping[str, Sch
     own = dict(schema["properties"])
     if body.samples:
         own |= {name: sampling[name] for name in SAMPLING}
+        own |= {name: sampling[ours] for name, ours in SPELLINGS.items()}
     if body.fields is TokenizeFields:
         closer = {"model": closer["model"], "messages": closer["messages"]}
     required = set(schema.get("required", ()))
