@@ -8,6 +8,7 @@ Written from the docstrings of the toy model, of the noise and of `SamplingParam
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice, product
@@ -140,8 +141,36 @@ def _edited(logits: np.ndarray, params: Any, place: Place) -> np.ndarray:
     scores = logits.copy()
     for token, value in (params.logit_bias or {}).items():
         scores[token] += value
+    if params.extra_args:
+        scores = shied(scores, params.extra_args, place.prompt, place.outputs)
+    barred = barred_by(params.bad_word_ids or (), place.outputs)
+    if params.allowed_token_ids is not None:
+        barred |= {*range(len(scores))} - {*params.allowed_token_ids}
     if len(place.outputs) < params.min_tokens:
-        scores[list(place.ends)] = -np.inf
+        barred |= place.ends
+    scores[list(barred)] = -np.inf
+    return scores
+
+
+def barred_by(words: Sequence[Sequence[int]], outputs: list[int]) -> set[int]:
+    """The tokens that would make one of the words whole."""
+    found = set()
+    for word in words:
+        *before, last = word
+        if not before or outputs[-len(before) :] == before:
+            found.add(last)
+    return found
+
+
+def shied(
+    scores: np.ndarray, args: dict[str, Any], prompt: list[int], outputs: list[int]
+) -> np.ndarray:
+    """What the logits processor of `processors.py` makes of float64[v] logits."""
+    scores, so_far = scores.copy(), prompt + outputs
+    for token in so_far[-args["last"] :]:
+        scores[token] -= args["step"]
+    for token in (so_far[0], len(prompt) % len(scores), len(so_far) % len(scores)):
+        scores[token] += args["lift"]
     return scores
 
 

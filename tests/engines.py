@@ -161,6 +161,7 @@ def runner_spec(settled: Resolved, draft: str = "") -> RunnerSpec:
         stages=config.pipeline_stages,
         drafter="stepahead.runner.ngram:NgramDrafter" if draft == "ngram" else draft,
         draft_tokens=config.step_width - 1,
+        processor=config.logits_processor or "",
     )
 
 

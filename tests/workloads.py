@@ -142,6 +142,37 @@ def _wanting_states(rnd: random.Random, ask: Ask) -> Ask:
     return replace(ask, params=msgspec.structs.replace(ask.params, return_hidden_states=True))
 
 
+def hooked(seed: int) -> Workload:
+    """The seed's workload, where most requests forbid tokens and words, and some have their logits
+    processed by `processors.Shy`.  Few tokens are allowed, so that words come up."""
+    work, rnd = workload(seed), random.Random(seed)
+    vocab = work.options["vocab_size"]
+
+    def hooking(ask: Ask) -> Ask:
+        own: dict[str, Any] = {}
+        allowed = rnd.sample(range(vocab), rnd.randint(4, 6))
+        if rnd.random() < 0.7:
+            own["allowed_token_ids"] = allowed
+        if rnd.random() < 0.7:
+            lengths = rnd.choice(((1, 2), (2, 3), (2, 2, 2, 2), (1, 2, 3, 4, 2, 2, 2)))
+            barred = allowed[1:] if rnd.random() < 0.9 else allowed
+            own["bad_word_ids"] = [_word(rnd, allowed, barred, length) for length in lengths]
+        if rnd.random() < 0.4:
+            own["extra_args"] = {
+                "last": rnd.randint(1, 5),
+                "step": rnd.choice((0.75, 3.0)),
+                "lift": rnd.choice((0.5, 4.0)),
+            }
+        return replace(ask, params=msgspec.structs.replace(ask.params, **own))
+
+    options = work.options | {"logits_processor": "processors:Shy"}
+    return replace(work, options=options, asks=tuple(map(hooking, work.asks)))
+
+
+def _word(rnd: random.Random, tokens: list[int], lasts: list[int], length: int) -> list[int]:
+    return [*rnd.choices(tokens, k=length - 1), rnd.choice(lasts)]
+
+
 def _stops(rnd: random.Random) -> str | list[str]:
     texts = ["".join(rnd.choice("abcd") for _ in range(rnd.randint(1, 4))) for _ in range(2)]
     return rnd.choice((texts[0], texts, ["<eos>", texts[0]]))

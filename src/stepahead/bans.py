@@ -85,7 +85,9 @@ def check_extra(args: Any) -> None:
     if args is None:
         return
     try:
-        msgspec.msgpack.encode(args)  # which plans travel in, and has no whole numbers above 64 bits
+        msgspec.msgpack.encode(
+            args
+        )  # which plans travel in, and has no whole numbers above 64 bits
         data = msgspec.json.encode(args)
         plain = isinstance(args, dict) and msgspec.json.decode(data) == args
     except (TypeError, ValueError, OverflowError, RecursionError):

@@ -19,7 +19,7 @@ from offline_makers import tiny_llama
 from serving import Inside, inside
 from stepahead.serve.app import serve_app
 from stepahead.serve.embeddings import EMBEDDINGS_NOT_YET, EmbeddingFields
-from stepahead.serve.fields import NOT_YET, SAMPLING
+from stepahead.serve.fields import NOT_YET, SAMPLING, SPELLINGS
 from stepahead.serve.front import Front
 from stepahead.serve.openapi import BODIES
 from stepahead.serve.options import ServeConfig
@@ -36,8 +36,8 @@ from stepahead.serve.requests import (
 from stepahead.text.texts import ToyTexts
 
 FIELDS: dict[str, set[str]] = {
-    "/v1/chat/completions": {*ChatFields.__struct_fields__, *SAMPLING, *NOT_YET},
-    "/v1/completions": {*CompletionFields.__struct_fields__, *SAMPLING, *NOT_YET},
+    "/v1/chat/completions": {*ChatFields.__struct_fields__, *SAMPLING, *SPELLINGS, *NOT_YET},
+    "/v1/completions": {*CompletionFields.__struct_fields__, *SAMPLING, *SPELLINGS, *NOT_YET},
     "/v1/embeddings": {*EmbeddingFields.__struct_fields__, *EMBEDDINGS_NOT_YET},
     "/tokenize": {*TokenizeFields.__struct_fields__, *NOT_YET},
     "/detokenize": {*DetokenizeFields.__struct_fields__},

@@ -9,6 +9,7 @@ import pytest
 from cyclopts import App
 
 from stepahead.cli.options import (
+    _NO_FLAG,
     ROOMS,
     SAMPLING_HELP,
     EngineFlags,
@@ -42,6 +43,7 @@ EXAMPLES = {
     "device": "hostile",
     "fence": "coarse",
     "draft": "ngram",
+    "logits_processor": "mine.processors:Quiet",
     "serial_prefill": True,
     "dtype": "bfloat16",
     "kv_memory_gb": 0.5,
@@ -91,7 +93,7 @@ def test_what_is_on_can_be_turned_off() -> None:
 def test_every_sampling_parameter_has_a_flag_and_words() -> None:
     plain = SamplingParams()
     for name in SamplingParams.__struct_fields__:
-        if name in ("logit_bias", "seed", "pooling"):
+        if name in _NO_FLAG:
             assert name not in SAMPLING_HELP
             continue
         value: Any = 3

@@ -336,7 +336,12 @@ def test_a_refused_choice_takes_its_siblings_with_it() -> None:
 
 @pytest.mark.parametrize(
     ("fields", "param"),
-    [({"stop_token_ids": [64]}, "stop_token_ids"), ({"logit_bias": {64: 1.0}}, "logit_bias")],
+    [
+        ({"stop_token_ids": [64]}, "stop_token_ids"),
+        ({"logit_bias": {64: 1.0}}, "logit_bias"),
+        ({"allowed_token_ids": [3, 64]}, "allowed_token_ids"),
+        ({"bad_word_ids": [[3], [4, 64]]}, "bad_word_ids"),
+    ],
 )
 def test_ids_outside_the_vocabulary_are_refused_by_field(fields: Any, param: str) -> None:
     options = {"vocab_size": 64, "max_model_len": 32, "page_size": 4, "num_pages": 24}
@@ -345,6 +350,33 @@ def test_ids_outside_the_vocabulary_are_refused_by_field(fields: Any, param: str
         engine.add([2, 3], SamplingParams(**fields))
     assert caught.value.param == param
     assert not engine.has_work
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"allowed_token_ids": [5], "bad_word_ids": [[5]]},
+        {"allowed_token_ids": [5, 6], "bad_word_ids": [[5, 5], [2, 6]]},
+        {"allowed_token_ids": [1, 9], "min_tokens": 2, "stop_token_ids": [9]},
+        {"bad_word_ids": [[token] for token in range(64)]},
+    ],
+)
+def test_a_request_that_could_be_left_without_a_token_is_refused(fields: Any) -> None:
+    options = {"vocab_size": 64, "max_model_len": 32, "page_size": 4, "num_pages": 24}
+    engine = toy_engine(options, Variant("overlap", "paper"))
+    with pytest.raises(InvalidParameter, match="no token is left") as caught:
+        engine.add([2, 3], SamplingParams(**fields))
+    assert caught.value.param in fields
+    assert not engine.has_work
+
+
+def test_words_that_nobody_has_spelt_are_refused() -> None:
+    options = {"vocab_size": 64, "max_model_len": 32, "page_size": 4, "num_pages": 24}
+    engine = toy_engine(options, Variant("overlap", "paper"))
+    with pytest.raises(InvalidParameter, match="spelt in tokens") as caught:
+        engine.add([2, 3], SamplingParams(bad_words=["word"]))
+    assert caught.value.param == "bad_words"
+    engine.add([2, 3], SamplingParams(bad_words=[]))
 
 
 def test_an_abort_of_nobody_is_no_news() -> None:

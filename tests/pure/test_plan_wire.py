@@ -49,6 +49,11 @@ PARAMS = st.builds(
     max_tokens=st.none() | st.integers(1, 1 << 31),
     logprobs=st.none() | st.integers(0, 20),
     logit_bias=st.none() | st.dictionaries(st.integers(0, 1 << 31), st.floats(-100, 100)),
+    allowed_token_ids=st.none() | st.lists(st.integers(0, 1 << 31), min_size=1, max_size=3),
+    bad_words=st.none() | st.lists(st.text(min_size=1, max_size=5), max_size=2),
+    bad_word_ids=st.none()
+    | st.lists(st.lists(st.integers(0, 1 << 31), min_size=1, max_size=3), max_size=3),
+    extra_args=st.none() | st.dictionaries(st.text(max_size=3), st.integers(0, 9), max_size=2),
     return_hidden_states=st.booleans(),
 )
 JOINS = st.builds(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepahead.serve.fields import NOT_YET, SAMPLING
+from stepahead.serve.fields import NOT_YET, SAMPLING, SPELLINGS
 from stepahead.serve.refusal import Refusal
 from stepahead.serve.requests import (
     ChatFields,
@@ -128,13 +128,13 @@ def refused(read: Any, **fields: Any) -> Refusal:
 
 @pytest.mark.parametrize("name", sorted({*OPENAI_CHAT, *EXTENSIONS, *CHAT_EXTENSIONS}))
 def test_each_known_field_of_chat_is_known(name: str) -> None:
-    assert name in {*SAMPLING, *NOT_YET, *ChatFields.__struct_fields__}
+    assert name in {*SAMPLING, *SPELLINGS, *NOT_YET, *ChatFields.__struct_fields__}
     assert chat(**({} if name == "messages" else {name: None}))
 
 
 @pytest.mark.parametrize("name", sorted({*OPENAI_TEXT, *EXTENSIONS}))
 def test_each_known_field_of_completions_is_known(name: str) -> None:
-    assert name in {*SAMPLING, *NOT_YET, *CompletionFields.__struct_fields__}
+    assert name in {*SAMPLING, *SPELLINGS, *NOT_YET, *CompletionFields.__struct_fields__}
     assert text(**({} if name == "prompt" else {name: None}))
 
 
@@ -171,6 +171,7 @@ def test_an_unknown_field_is_refused_by_name(read: Any, name: str) -> None:
 def test_no_name_is_passed_over(read: Any, name: str) -> None:
     known = {
         *SAMPLING,
+        *SPELLINGS,
         *NOT_YET,
         *ChatFields.__struct_fields__,
         *CompletionFields.__struct_fields__,
@@ -192,6 +193,12 @@ def test_no_name_is_passed_over(read: Any, name: str) -> None:
         ({"stop": 3}, "stop"),
         ({"logit_bias": {"a": 1}}, "logit_bias"),
         ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"allowed_token_ids": ["a"]}, "allowed_token_ids"),
+        ({"bad_words": [""]}, "bad_words"),
+        ({"bad_words": "word"}, "bad_words"),
+        ({"vllm_xargs": 3}, "extra_args"),
+        ({"vllm_xargs": {"a": 1}, "custom_params": {"a": 1}}, "custom_params"),
         ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": 4, "min_tokens": 5}, "min_tokens"),
         ({"ignore_eos": "yes"}, "ignore_eos"),
@@ -220,6 +227,16 @@ def test_a_token_id_that_no_message_can_carry_is_refused_by_name(read: Any) -> N
     for token in (-1, 1 << 63, 10**22):
         assert refused(read, stop_token_ids=[3, token]).param == "stop_token_ids"
         assert refused(read, logit_bias={str(token): 1}).param == "logit_bias"
+
+
+@pytest.mark.parametrize("read", [chat, text])
+def test_bans_and_a_processors_arguments_are_taken(read: Any) -> None:
+    params = read(allowed_token_ids=[3, 4], bad_words=["a b"]).params
+    assert (params.allowed_token_ids, params.bad_words) == ((3, 4), ("a b",))
+    for name in SPELLINGS:
+        assert read(**{name: {"step": 2}}).params.extra_args == {"step": 2}
+        assert read(**{name: None}).params.extra_args is None
+    assert refused(read, extra_args={"step": 2}).param == "extra_args"  # not what others call it
 
 
 @pytest.mark.parametrize("read", [chat, text])

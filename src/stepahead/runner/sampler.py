@@ -77,7 +77,9 @@ class SampleGroup:
     @property
     def looks_back(self) -> bool:
         """Whether the tokens before a sampled one matter, drafts too."""
-        return self.penalised is not None or (self.hooks is not None and self.hooks.kept is not None)
+        return self.penalised is not None or (
+            self.hooks is not None and self.hooks.kept is not None
+        )
 
 
 def _floats(bits: Tensor) -> Tensor:

@@ -36,9 +36,10 @@ class StagedChanges:
 
     `joined_dev` int64[j]: slots with new owners, None if there are none.  `pages_dev` int64[2, k]:
     page-table entries as `SlotState.apply` takes them, None if none change.  `counts`: (row of
-    counts, prompt int64[..], outputs int64[..]) of each new owner with penalties.  `histories`: (row
-    of the history, tokens int64[..]) of each new owner whose tokens are remembered.  Under drafts
-    `limits_dev` int64[j] are those of the new owners, and `entering` what the drafter staged.
+    counts, prompt int64[..], outputs int64[..]) of each new owner with penalties.  `histories`:
+    (row of the history, tokens int64[..]) of each new owner whose tokens are remembered.  Under
+    drafts `limits_dev` int64[j] are those of the new owners, and `entering` what the drafter
+    staged.
     """
 
     joined_dev: Tensor | None
@@ -183,7 +184,8 @@ class Stager:
             if self._hooks is not None:
                 self._hooks.leave(slot)
             self._joins.pop(slot, None)
-        counts, histories = [], []
+        counts = []
+        histories: list[tuple[int, Tensor]] = []
         for join in plan.joins:
             if self._check:
                 self._check_join(join)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import msgspec
 
 from stepahead import __version__
+from stepahead.bans import MAX_BAD_WORD_LEN, MAX_BAD_WORDS
 from stepahead.serve import cards
 from stepahead.serve.embeddings import EMBEDDINGS_NOT_YET, EmbeddingFields, EmbeddingReply
 from stepahead.serve.fields import NOT_YET, SAMPLING, SPELLINGS
@@ -24,7 +25,6 @@ from stepahead.serve.requests import (
     DetokenizeFields,
     TokenizeFields,
 )
-from stepahead.bans import MAX_BAD_WORD_LEN, MAX_BAD_WORDS
 from stepahead.types import MAX_LOGPROBS, MAX_STOP_LEN, MAX_STOPS, RANGES, SamplingParams
 
 Schema: TypeAlias = dict[str, Any]
