@@ -169,7 +169,6 @@ ALIASES = {
     "block_size": "page_size",
     "context_length": "max_model_len",
     "enable_prefix_caching": "prefix_cache",
-    "logits_processors": "logits_processor",
     "num_gpu_blocks_override": "num_pages",
     "random_seed": "seed",
     "num_speculative_tokens": "draft_tokens",

@@ -13,6 +13,7 @@ from mutations import (
     ends,
     explain,
     grammar,
+    hooks,
     model,
     observe,
     pipeline,
@@ -28,6 +29,7 @@ from mutations import (
 MUTATIONS = [
     *runner.MUTATIONS,
     *sampling.MUTATIONS,
+    *hooks.MUTATIONS,
     *scheduler.MUTATIONS,
     *cache.MUTATIONS,
     *model.MUTATIONS,
