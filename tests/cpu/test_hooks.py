@@ -47,7 +47,7 @@ def upload(array: np.ndarray) -> torch.Tensor:
 
 def test_serial_keeps_to_bans_and_processor_as_brute_force_does() -> None:
     counts: Counter[str] = Counter()
-    for seed in range(100):
+    for seed in range(60):
         for ask, told, answer in answers(hooked(seed)):
             try:
                 hold(ask, told, answer)
@@ -62,9 +62,9 @@ def test_serial_keeps_to_bans_and_processor_as_brute_force_does() -> None:
                     )
                 )
             counts["processed"] += len(told.tokens) * bool(ask.params.extra_args)
-    assert counts["sure"] > 0.95 * counts["tokens"] > 500
-    assert counts["bans"] > 200
-    assert counts["processed"] > 200
+    assert counts["sure"] > 0.95 * counts["tokens"] > 300
+    assert counts["bans"] > 100
+    assert counts["processed"] > 100
 
 
 def variant_of(seed: int) -> Variant:

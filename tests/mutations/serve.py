@@ -36,9 +36,9 @@ MUTATIONS = [
     Mutation(
         "token ids may be of any size",
         "a fault instead of a refusal, where no message can carry one",
-        "types.py",
-        ' not 0 <= token < 1 << 63:\n            raise InvalidParameter(f"stop_token_ids',
-        ' not 0 <= token:\n            raise InvalidParameter(f"stop_token_ids',
+        "bans.py",
+        "and 0 <= token < 1 << 63",
+        "and 0 <= token",
         _FIELDS + "test_a_token_id_that_no_message_can_carry_is_refused_by_name[chat]",
     ),
     Mutation(

@@ -48,6 +48,7 @@ BAD: dict[str, list[Any]] = {
     "prefix_cache": [None, 1, "yes"],
     "draft": ["eagle", None, 3],
     "draft_tokens": [*NOT_COUNTS, MAX_DRAFTS + 1],
+    "logits_processor": ["", "mine", "mine:", ":Quiet", "mine.Quiet:", "a b:c", "../a:b", 3, True],
     "seed": ["1", 1.0, None, True],
     "threads": NOT_COUNTS,
     "debug": [None, 0, "no"],

@@ -37,6 +37,7 @@ class TokenHistory:
         if row >= have:
             pad = self.tokens_dev.new_zeros((max(row + 1, 2 * have) - have, self._length))
             self.tokens_dev = torch.cat([self.tokens_dev, pad])
+        self.tokens_dev[row] = -1  # or what is left of an old owner might pass for what is missing
         self.tokens_dev[row, : len(tokens_dev)] = tokens_dev.to(torch.int32)
 
     def write(self, rows_dev: Tensor, positions_dev: Tensor, tokens_dev: Tensor) -> None:
