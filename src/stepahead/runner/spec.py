@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from stepahead.grammar.vocabulary import Vocabulary
+
 
 @dataclass(frozen=True)
 class RunnerSpec:
@@ -28,6 +30,7 @@ class RunnerSpec:
     draft_tokens  most drafts of a row in a step, 0 without a drafter
     processor  "module:name" that is called with the vocabulary's size and the device, and returns
                the logits processor; "" for none
+    vocabulary  the bytes of the tokens, for grammars; None where no answer can keep to one
     """
 
     factory: str
@@ -52,6 +55,7 @@ class RunnerSpec:
     drafter: str = ""
     draft_tokens: int = 0
     processor: str = ""
+    vocabulary: Vocabulary | None = None
 
     @property
     def width(self) -> int:
