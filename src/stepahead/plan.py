@@ -111,7 +111,7 @@ class Result(msgspec.Struct, frozen=True, array_like=True, eq=False):
     it counts.  `syncs`: where the runner could not run ahead.  `held`: what kept it, or the device,
     from going on; in steady decode nothing does.  `ended` int32[2e] flat (row, count): grammars
     that are complete with the first `count` tokens that the row has brought here; what comes behind
-    is no output.  `failed`: rows whose grammar can't go on.
+    is no output.  `failed`: rows whose grammar, or logits processor, can't go on.
     """
 
     step: int

@@ -273,20 +273,36 @@ def test_what_is_forbidden_stays_so_whatever_a_processor_does() -> None:
     assert logits[0].isfinite().nonzero().flatten().tolist() == [4]
 
 
+@pytest.mark.parametrize("draft", ["", "ngram"])
 @pytest.mark.parametrize("loop", ["serial", "overlap", "batch-queue"])
-def test_an_error_of_a_processor_names_it_and_ends_everyone_once(loop: str) -> None:
-    options = OPTIONS | {"logits_processor": "processors:Broken"}
-    engine = toy_engine(options, Variant(loop))
-    params = SamplingParams(max_tokens=20, extra_args={"at": 6}, ignore_eos=True)
-    rids = engine.add([2, 3, 4], params) + engine.add([2, 3, 5], SamplingParams(max_tokens=20))
-    ends = []
-    while engine.has_work:
-        outputs = engine.step()
-        ends += outputs.finishes if outputs is not None else ()
-    assert sorted(end.rid for end in ends) == rids
-    assert "the logits processor processors:Broken raised ValueError: I can't" in ends[0].error
-    engine.scheduler.check_at_rest()
-    engine.close()
+def test_an_error_of_a_processor_names_it_and_ends_who_asked(loop: str, draft: str) -> None:
+    """Nobody else: the others get what they get alone; and a chunk that samples is a row too."""
+    options = OPTIONS | {"logits_processor": "processors:Broken", "max_step_tokens": 8}
+    plain = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    asking = msgspec.structs.replace(plain, extra_args={"at": 6})
+    never = msgspec.structs.replace(plain, extra_args={"at": 1 << 40})
+    asks = (
+        Ask(0, (2, 3, 4), plain),
+        Ask(0, (2, 3, 4, 7), asking),
+        Ask(9, (5, 6, 7), never),
+        Ask(9, tuple(range(2, 14)), asking),
+        Ask(9, (3, 3, 3), plain),
+    )
+    variant = Variant(loop, draft=draft, drafts=2 if draft else 0)
+    client = Client(toy_engine(options, variant), Workload(0, options, asks), failing=True)
+    told = client.play().told
+    words = "the logits processor processors:Broken raised ValueError: I can't"
+    for who in (1, 3):
+        end = told[who, 0].finish
+        assert end is not None
+        assert (end.reason, end.error) == ("error", words)
+    alone = play(Workload(0, OPTIONS, (asks[0], asks[4]))).told
+    assert told[0, 0].tokens == alone[0, 0].tokens
+    assert told[4, 0].tokens == alone[1, 0].tokens
+    # a row that asks in a step in which it raises ends with it, whoever it raised for
+    assert told[1, 0].tokens == told[0, 0].tokens[:0] + told[1, 0].tokens[:2]
+    assert len(told[3, 0].tokens) == 0
+    assert client.engine.failure is None
 
 
 @pytest.mark.parametrize(

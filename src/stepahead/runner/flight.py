@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -49,11 +49,12 @@ class Look:
 
 @dataclass
 class PartBox:
-    """What was sampled for a part of a step's rows."""
+    """What was sampled for a part of a step's rows, and who of the step could not be."""
 
     tokens_dev: Tensor | None = None
     hidden_dev: Tensor | None = None
     logprobs: LogprobTensors | None = None
+    failed: list[RowFailure] = field(default_factory=list)
 
 
 @dataclass
@@ -90,12 +91,14 @@ class Nothing:
 @dataclass(frozen=True)
 class PartDownload:
     """A part of a step on its way to the host: values that are valid once an event has passed.
-    `at` int64[m]: which of the step's positions its tokens are, None for all."""
+    `at` int64[m]: which of the step's positions its tokens are, None for all.  `failed` is valid
+    then, too."""
 
     tokens: HostArray
     logprobs: LogprobDownload | None = None
     hidden: HiddenDownload | None = None
     at: np.ndarray | None = None
+    failed: Sequence[RowFailure] = ()
 
     def fill(self, tokens: np.ndarray) -> None:
         """Puts its tokens where they belong in int32[r]."""
@@ -204,7 +207,7 @@ class LateFlight:
             syncs += (Sync(SyncReason.GRAMMAR, len(self.rows.rows)),)
             held += (Held(Cause.MASK_LATE, began_ns, ended_ns),)
         ended = np.array(self._heard.ended, np.int32) if self._heard.ended else NO_INTS
-        failed = tuple(self._heard.failed)
+        failed = (*result.failed, *self._heard.failed)
         return msgspec.structs.replace(result, syncs=syncs, held=held, ended=ended, failed=failed)
 
 
@@ -284,6 +287,7 @@ class RunnerFlight:
             pooled=self.pooled.read() if self.pooled else None,
             width=self.width,
             part="first",
+            failed=tuple(first.failed),
         )
 
     def _last_part(self, late: LateFlight) -> Result:
@@ -296,6 +300,9 @@ class RunnerFlight:
         if self._told:
             tokens[self.first.part.at] = LATE
         result = self._result(tokens, landing, made(late.end), told=self._told)
+        if self.first.part.failed and not self._told:
+            failed = (*self.first.part.failed, *result.failed)
+            result = msgspec.structs.replace(result, failed=failed)
         return late.tell(result, self.end)
 
     def _scores(self) -> tuple[PromptRows, ...]:
@@ -318,4 +325,5 @@ class RunnerFlight:
             pooled=self.pooled.read() if self.pooled and not told else None,
             width=self.width,
             part="last" if told else "whole",
+            failed=tuple(landing.part.failed),
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +22,13 @@ from stepahead.runner.processor import AskingRows, Loaded
 Upload = Callable[[np.ndarray], Tensor]
 _ANY = -1  # in the place of a token: whichever
 _WORD_BITS = 64
+
+
+class RowError(NamedTuple):
+    """A row that can't be sampled for, and why."""
+
+    row: int
+    words: str
 
 
 @dataclass(frozen=True)
@@ -87,22 +94,26 @@ class Kept:
 
 @dataclass(frozen=True)
 class Processed:
-    """The rows that ask for the user's processor: `table_dev` int64[3, m] has row, place in the
-    history and length of the prompt; `args` as in `AskingRows`."""
+    """The rows that ask for the user's processor: `rows` int64 numpy[m]; `table_dev` int64[3, m]
+    has row, place in the history and length of the prompt; `args` as in `AskingRows`."""
 
+    rows: np.ndarray
     table_dev: Tensor
     args: tuple[dict[str, Any], ...]
     loaded: Loaded
     history: TokenHistory
 
-    def apply(self, logits: Tensor, positions_dev: Tensor) -> None:
-        """Lets it change the logits of these rows; what was forbidden stays so."""
+    def apply(self, logits: Tensor, positions_dev: Tensor) -> list[RowError]:
+        """Lets it change the logits of these rows; what was forbidden stays so.  If it raises they
+        stay as they are, and all of these rows have an error."""
         rows, places, prompt_lens = self.table_dev
         own = logits[rows]
         forbidden = own == -torch.inf
         asking = AskingRows(self.args, positions_dev[rows], prompt_lens, self.history, places)
-        self.loaded.apply(own, asking)
+        if words := self.loaded.apply(own, asking):
+            return [RowError(row, words) for row in self.rows.tolist()]
         logits[rows] = own.masked_fill_(forbidden, -torch.inf)
+        return []
 
 
 @dataclass(frozen=True)
@@ -114,16 +125,18 @@ class Hooks:
     kept: Kept | None
     processed: Processed | None
 
-    def edit(self, logits: Tensor, positions_dev: Tensor, before_dev: Tensor | None) -> None:
-        """Changes logits float32[r, vocab] in place, before penalties; arguments as `sample`'s."""
+    def edit(
+        self, logits: Tensor, positions_dev: Tensor, before_dev: Tensor | None
+    ) -> list[RowError]:
+        """Changes logits float32[r, vocab] in place, before penalties; arguments as `sample`'s.
+        Whose processor has raised."""
         if self.kept is not None and before_dev is not None:
             self.kept.write_drafts(positions_dev, before_dev)
         if self.allowed is not None:
             self.allowed.apply(logits)
         if self.words is not None:
             self.words.apply(logits, positions_dev)
-        if self.processed is not None:
-            self.processed.apply(logits, positions_dev)
+        return [] if self.processed is None else self.processed.apply(logits, positions_dev)
 
     def keep(self, positions_dev: Tensor, tokens_dev: Tensor) -> None:
         """Remembers what was sampled."""
@@ -220,7 +233,7 @@ class HookWishes:
         rows, slots = (np.array(column) for column in zip(*found, strict=True))
         table = upload(np.stack([rows, self._places[slots], self._prompt_lens[slots]]))
         args = tuple(self._args[slot] for _, slot in found)
-        return Processed(table, args, self._loaded, self._history)
+        return Processed(rows, table, args, self._loaded, self._history)
 
 
 def _mask_of(tokens: Any, vocab_size: int) -> np.ndarray:

@@ -21,8 +21,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from stepahead.errors import ConfigError, EngineError
+from stepahead.errors import ConfigError
 from stepahead.runner.history import TokenHistory
+
+_MAX_WORDS = 300
 
 
 @dataclass(frozen=True)
@@ -71,13 +73,14 @@ class Loaded:
     name: str
     processor: LogitsProcessor
 
-    def apply(self, logits: Tensor, rows: AskingRows) -> None:
-        """As the processor does; EngineError with its name if it raises."""
+    def apply(self, logits: Tensor, rows: AskingRows) -> str:
+        """As the processor does; what went wrong, with its name, "" if nothing did."""
         try:
             self.processor.apply(logits, rows)
-        except Exception as error:
-            words = f"the logits processor {self.name} raised {type(error).__name__}: {error}"
-            raise EngineError(words) from error
+        except Exception as error:  # whatever it is: it is these rows' alone
+            words = f"{type(error).__name__}: {error}"[:_MAX_WORDS]
+            return f"the logits processor {self.name} raised {words}"
+        return ""
 
 
 def load_processor(name: str, vocab_size: int, place: torch.device) -> Loaded | None:

@@ -393,7 +393,7 @@ class Runner:
         if len(group.hidden_rows):
             rows = part.places(group.hidden_rows)
             hidden = HiddenDownload(device, lambda: made(box.hidden_dev), rows, name)
-        return PartDownload(tokens, logprobs, hidden, part.at)
+        return PartDownload(tokens, logprobs, hidden, part.at, box.failed)
 
     def _stage_flight(
         self,

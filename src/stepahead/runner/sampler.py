@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stepahead.runner.counts import PenaltyCounts
 from stepahead.runner.ends import Ends
-from stepahead.runner.hooks import Hooks
+from stepahead.runner.hooks import Hooks, RowError
 from stepahead.runner.noise import gumbel, row_keys
 
 
@@ -92,17 +92,21 @@ def sample(
     positions_dev: Tensor,
     counts: PenaltyCounts,
     before_dev: Tensor | None = None,
+    failed: list[RowError] | None = None,
 ) -> Tensor:
     """Tokens int64[r] for float32[r, vocab] logits, which may be changed in place.
 
     `positions_dev` int64[r]: the position that each new token will have.  `before_dev` int64[r, k]:
     drafts that stand between a row's counted tokens and the new one, negative where there is none;
-    with them nothing is counted, for not all of these tokens will be output.
+    with them nothing is counted, for not all of these tokens will be output.  `failed` is given the
+    rows whose processor has raised: their tokens are void.
     """
     if group.edits is not None:
         _apply_edits(logits, group.edits, positions_dev)
     if group.hooks is not None:
-        group.hooks.edit(logits, positions_dev, before_dev)
+        errors = group.hooks.edit(logits, positions_dev, before_dev)
+        if failed is not None:
+            failed += errors
     if group.penalised is not None:
         _apply_penalties(logits, group.penalised, counts, before_dev)
     tokens = logits.argmax(-1)

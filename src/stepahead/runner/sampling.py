@@ -11,15 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from stepahead.plan import RowFailure
 from stepahead.runner.counts import PenaltyCounts
 from stepahead.runner.ends import ended
 from stepahead.runner.flight import Look, PartBox, StepBox, made
 from stepahead.runner.grammar import apply_masks
 from stepahead.runner.hand_over import HandOver
 from stepahead.runner.hidden import state_sums
+from stepahead.runner.hooks import RowError
 from stepahead.runner.inputs import advance, advance_chunks
 from stepahead.runner.logprobs import describe, describe_hidden
 from stepahead.runner.relay import Relay
@@ -143,7 +146,10 @@ class Sampling:
             before = part.pick(self._verifier.before(made(asked), len(look.positions_dev)))
         if masks_dev is not None:
             apply_masks(logits, masks_dev)
-        tokens = sample(logits, group, positions, self._counts, before)
+        failed: list[RowError] = []
+        tokens = sample(logits, group, positions, self._counts, before, failed)
+        if failed:
+            out.failed += _failures(failed, part, asked)
         if wanted is not None and raw is not None:
             out.logprobs = describe(raw, tokens[wanted], group.logprob_width)
         over = None if group.ends is None else ended(group.ends, tokens, positions)
@@ -191,6 +197,16 @@ class Sampling:
         box.drafts_dev = drafts
         box.asked = None
         return tokens
+
+
+def _failures(failed: list[RowError], part: SampledPart, asked: Asked | None) -> list[RowFailure]:
+    """The same by rows of the step, each once."""
+    at = part.places(np.array([error.row for error in failed], np.int32))
+    if asked is not None:
+        n, width = asked.tokens_dev.shape
+        at = np.where(at < n * width, at // width, at - n * width + n)
+    words = dict(zip(at.tolist(), (error.words for error in failed), strict=True))
+    return [RowFailure(row, error) for row, error in words.items()]
 
 
 def _answers(look: Look, states_dev: Tensor) -> Answers:
