@@ -194,7 +194,7 @@ class Client:
     def _hear_end(self, finish: Finish) -> None:
         one = self.run.told[self._who[finish.rid]]
         assert one.finish is None, "two ends"
-        dead_end = finish.error.startswith("the grammar can't go on")
+        dead_end = finish.error.startswith(("the grammar can't go on", "the logits processor"))
         assert finish.reason != "error" or self.failing or dead_end, finish.error
         self.run.counts["dead ends"] += dead_end
         one.finish = finish
