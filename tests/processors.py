@@ -58,6 +58,17 @@ class Nothing:
 
 
 class Waiting(Shy):
-    """Wants the host's history."""
+    """As `Shy`, from the tokens on the host."""
 
     needs_host_history = True
+
+    def apply(self, logits: Tensor, rows: AskingRows) -> None:
+        """As LogitsProcessor."""
+        assert rows.host_tokens is not None
+        prompt_lens = rows.prompt_lens_dev.tolist()
+        for row, tokens in enumerate(rows.host_tokens):
+            args, so_far = rows.args[row], tokens.tolist()
+            for token in so_far[-args["last"] :]:
+                logits[row, token] -= args["step"]
+            for token in (so_far[0], prompt_lens[row], len(so_far)):
+                logits[row, token % self._vocab_size] += args["lift"]

@@ -169,6 +169,12 @@ def hooked(seed: int) -> Workload:
     return replace(work, options=options, asks=tuple(map(hooking, work.asks)))
 
 
+def hooked_on_host(seed: int) -> Workload:
+    """`hooked`, with a processor that wants tokens on the host."""
+    work = hooked(seed)
+    return replace(work, options=work.options | {"logits_processor": "processors:Waiting"})
+
+
 def _word(rnd: random.Random, tokens: list[int], lasts: list[int], length: int) -> list[int]:
     return [*rnd.choices(tokens, k=length - 1), rnd.choice(lasts)]
 

@@ -24,6 +24,7 @@ class SyncReason(Enum):
     STAGING = "staging"  # staging memory was still being read when it was needed again
     DRAIN = "drain"  # nothing could be planned before a flight landed
     GRAMMAR = "grammar"  # rows whose masks were not there when their logits were
+    HOST_PROCESSOR = "host-processor"  # the same, of tokens on the host for a logits processor
     # Nothing could be launched before a flight landed, because every row that decodes had its token
     # still on its way through the stages.  Its rows are those whose tokens that flight brings; a
     # row that sits a plan out while others run holds nothing up, and is not counted.

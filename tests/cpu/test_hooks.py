@@ -28,8 +28,9 @@ from stepahead.plan import NO_INTS, Join
 from stepahead.runner.history import TokenHistory
 from stepahead.runner.hooks import HookWishes
 from stepahead.runner.processor import Loaded, load_processor
+from stepahead.sync import SyncCounts, SyncReason
 from stepahead.types import SamplingParams
-from workloads import Ask, Workload, hooked
+from workloads import Ask, Workload, hooked, hooked_on_host
 
 CPU = torch.device("cpu")
 OPTIONS = {"vocab_size": 17, "max_model_len": 64, "page_size": 4, "max_rows": 4, "num_pages": 64}
@@ -314,7 +315,6 @@ def test_an_error_of_a_processor_names_it_and_ends_who_asked(loop: str, draft: s
         ("no_such_module:Shy", "ModuleNotFoundError"),
         ("processors:NoSuch", "AttributeError"),
         ("processors:Nothing", "no method `apply"),
-        ("processors:Waiting", "needs_host_history"),
     ],
 )
 def test_a_processor_that_cannot_be_had_is_named_at_start(name: str, words: str) -> None:
@@ -330,6 +330,33 @@ def test_arguments_for_a_processor_that_is_not_there_are_refused() -> None:
     assert caught.value.param == "extra_args"
     engine.add([2, 3], SamplingParams(extra_args={}))  # asks for nothing
     engine.close()
+
+
+def test_tokens_on_the_host_are_exact_in_every_loop_and_only_who_asks_waits() -> None:
+    """The processor that reads them gives what brute force gives; and whoever waits for them is
+    counted, by its own name."""
+    syncs = SyncCounts()
+
+    def play_counted(work: Workload, variant: Variant) -> Run:
+        client = Client(toy_engine(work.options, variant), work)
+        run = client.play()
+        if variant.loop != "serial":
+            for reason, found in client.engine.syncs.as_dict().items():
+                syncs.add(SyncReason(reason), found["rows"])
+        if not variant.draft:
+            learn_from(run, work)
+        return run
+
+    counts: Counter[str] = Counter()
+    for seed in range(600, 630):
+        counts += check(seed, [variant_of(seed)], hooked_on_host, play_counted)[1]
+    for seed in range(600, 606):
+        for ask, told, answer in answers(hooked_on_host(seed)):
+            hold(ask, told, answer)
+    met = ("preemptions", "slot_reuses", "chunks", "drafts accepted")
+    assert [name for name in met if not counts[name]] == []
+    assert 0 < syncs.rows(SyncReason.HOST_PROCESSOR) < counts["launched_rows"] / 2
+    assert not syncs.rows(SyncReason.GRAMMAR)
 
 
 def test_the_runner_is_told_the_processors_name() -> None:

@@ -121,11 +121,15 @@ class Landing:
 @dataclass(frozen=True)
 class Masks:
     """Those of a step's late positions, once `point` has passed: `words` int32[m, words].  Under
-    drafts `legal` int64[2, n]: late decode rows, and how many of their drafts may be."""
+    drafts `legal` int64[2, n]: late decode rows, and how many of their drafts may be.  `known`: the
+    tokens before each position, where the logits processor wants them; `waits` rows wait
+    for those alone."""
 
     point: Point
     words: np.ndarray
     legal: np.ndarray | None
+    known: list[np.ndarray]
+    waits: int
 
     def done(self) -> bool:
         """Whether they are there."""
@@ -204,7 +208,11 @@ class LateFlight:
         syncs, held = result.syncs, result.held
         began_ns, ended_ns = first_end.at_ns(), made(self._start).at_ns()
         if self._waited and began_ns < min(self._queued_ns, ended_ns):
-            syncs += (Sync(SyncReason.GRAMMAR, len(self.rows.rows)),)
+            waits = self.masks.waits
+            if len(self.rows.rows) > waits:
+                syncs += (Sync(SyncReason.GRAMMAR, len(self.rows.rows) - waits),)
+            if waits:
+                syncs += (Sync(SyncReason.HOST_PROCESSOR, waits),)
             held += (Held(Cause.MASK_LATE, began_ns, ended_ns),)
         ended = np.array(self._heard.ended, np.int32) if self._heard.ended else NO_INTS
         failed = (*result.failed, *self._heard.failed)

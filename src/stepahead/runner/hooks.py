@@ -6,7 +6,7 @@ step's rows have of them, and runs on the forward stream.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -103,13 +103,17 @@ class Processed:
     loaded: Loaded
     history: TokenHistory
 
-    def apply(self, logits: Tensor, positions_dev: Tensor) -> list[RowError]:
+    def apply(
+        self, logits: Tensor, positions_dev: Tensor, known: Sequence[np.ndarray]
+    ) -> list[RowError]:
         """Lets it change the logits of these rows; what was forbidden stays so.  If it raises they
         stay as they are, and all of these rows have an error."""
         rows, places, prompt_lens = self.table_dev
         own = logits[rows]
         forbidden = own == -torch.inf
-        asking = AskingRows(self.args, positions_dev[rows], prompt_lens, self.history, places)
+        on_host = tuple(known[row] for row in self.rows.tolist()) if known else None
+        where = (positions_dev[rows], prompt_lens, on_host)
+        asking = AskingRows(self.args, *where, self.history, places)
         if words := self.loaded.apply(own, asking):
             return [RowError(row, words) for row in self.rows.tolist()]
         logits[rows] = own.masked_fill_(forbidden, -torch.inf)
@@ -126,9 +130,14 @@ class Hooks:
     processed: Processed | None
 
     def edit(
-        self, logits: Tensor, positions_dev: Tensor, before_dev: Tensor | None
+        self,
+        logits: Tensor,
+        positions_dev: Tensor,
+        before_dev: Tensor | None,
+        known: Sequence[np.ndarray] = (),
     ) -> list[RowError]:
-        """Changes logits float32[r, vocab] in place, before penalties; arguments as `sample`'s.
+        """Changes logits float32[r, vocab] in place, before penalties; arguments as `sample`'s,
+        `known` the tokens so far of all r rows, for a processor that wants them on the host.
         Whose processor has raised."""
         if self.kept is not None and before_dev is not None:
             self.kept.write_drafts(positions_dev, before_dev)
@@ -136,7 +145,9 @@ class Hooks:
             self.allowed.apply(logits)
         if self.words is not None:
             self.words.apply(logits, positions_dev)
-        return [] if self.processed is None else self.processed.apply(logits, positions_dev)
+        if self.processed is None:
+            return []
+        return self.processed.apply(logits, positions_dev, known)
 
     def keep(self, positions_dev: Tensor, tokens_dev: Tensor) -> None:
         """Remembers what was sampled."""

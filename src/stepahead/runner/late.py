@@ -1,5 +1,7 @@
 """Rows that wait for masks: who they are, where their grammars stand, and when the masks are there.
 
+Rows whose logits processor wants their tokens on the host wait for these in the same way.
+
 Matchers stand beside the thread that launches.  Of a step's late rows they hear the tokens as soon
 as these have landed here, and make all masks of the next step while its forward runs:
 
@@ -21,6 +23,7 @@ from stepahead.device.base import Device, Event, HostArray, Side
 from stepahead.plan import Join, Plan, RowFailure
 from stepahead.runner.flight import Heard, Masks
 from stepahead.runner.grammar import Matchers
+from stepahead.runner.host_tokens import HostTokens
 from stepahead.runner.spec import RunnerSpec
 from stepahead.runner.stage import LateRows
 
@@ -28,13 +31,19 @@ from stepahead.runner.stage import LateRows
 class LateSide:
     """The matchers' side.  Its calls come from the thread that launches, in the order of steps."""
 
-    def __init__(self, device: Device, spec: RunnerSpec) -> None:
+    def __init__(
+        self, device: Device, spec: RunnerSpec, vocab_size: int, processed: bool = False
+    ) -> None:
+        """`processed`: rows that ask for the logits processor wait, for it wants their tokens."""
         self.bound = np.zeros(spec.num_slots, np.bool_)  # whose rows are late
         self._device = device
         self._vocabulary = spec.vocabulary
         self._num_slots = spec.num_slots
         self._width = spec.width
-        self._words = 0 if spec.vocabulary is None else spec.vocabulary.words
+        self._words = -(-vocab_size // 32)
+        self._processed = processed
+        self._waits = np.zeros(spec.num_slots, np.bool_)  # for the processor, without a grammar
+        self._host_tokens = HostTokens()
         self._generation = np.zeros(spec.num_slots, np.int64)
         self._side: Side | None = None
         self._matchers: Matchers | None = None
@@ -54,7 +63,9 @@ class LateSide:
                 self.bound[slot] = False
                 self._do(lambda s=slot, g=int(self._generation[slot]): self._leave(s, g))
         for join in plan.joins:
-            if join.grammar is not None:
+            asks = self._processed and bool(join.params.extra_args)
+            self._waits[join.slot] = asks and join.grammar is None
+            if join.grammar is not None or asks:
                 self.bound[join.slot] = True
                 self._generation[join.slot] = join.generation
                 self._do(lambda join=join: self._enter(join))
@@ -66,8 +77,10 @@ class LateSide:
         if self._width > 1:
             decoding = rows.rows[rows.widths > 1]
             legal = np.stack([decoding, np.full(len(decoding), self._width - 1)])
-        self._do(lambda: self._fill(rows, words, legal))
-        return Masks(self._made_side().mark(), words, legal)
+        known: list[np.ndarray] = []
+        self._do(lambda: self._fill(rows, words, legal, known))
+        waits = int(np.count_nonzero(self._waits[rows.slots]))
+        return Masks(self._made_side().mark(), words, legal, known, waits)
 
     def hear(
         self, step: int, rows: LateRows, event: Event, tokens: HostArray, drafts: HostArray | None
@@ -98,23 +111,48 @@ class LateSide:
         return self._matchers
 
     def _enter(self, join: Join) -> None:
-        assert join.grammar is not None
-        known = join.tokens[join.prompt_len :].tolist()
-        self._made_matchers().start(join.slot, join.generation, join.grammar, known)
+        if join.grammar is not None:
+            known = join.tokens[join.prompt_len :].tolist()
+            self._made_matchers().start(join.slot, join.generation, join.grammar, known)
+        if self._processed and join.params.extra_args:
+            self._host_tokens.enter(join.slot, join.tokens)
         self._drafts.pop(join.slot, None)
 
     def _leave(self, slot: int, generation: int) -> None:
-        self._made_matchers().leave(slot, generation)
+        self._host_tokens.leave(slot)
+        if self._matchers is not None:
+            self._matchers.leave(slot, generation)
 
-    def _fill(self, rows: LateRows, words: np.ndarray, legal: np.ndarray | None) -> None:
-        matchers, slots = self._made_matchers(), rows.slots.tolist()
-        if legal is None:
-            matchers.fill(slots, words)
-            return
+    def _fill(
+        self,
+        rows: LateRows,
+        words: np.ndarray,
+        legal: np.ndarray | None,
+        known: list[np.ndarray],
+    ) -> None:
+        slots, widths = rows.slots.tolist(), rows.widths.tolist()
         drafts = [
             self._drafts.get(slot, []) if width > 1 else []
-            for slot, width in zip(slots, rows.widths.tolist(), strict=True)
+            for slot, width in zip(slots, widths, strict=True)
         ]
+        if self._processed:
+            known += self._host_tokens.along(slots, widths, drafts)
+        if self._matchers is None:
+            words[:] = -1
+        elif legal is None:
+            self._matchers.fill(slots, words)
+        else:
+            self._fill_drafts(self._matchers, rows, drafts, words, legal)
+
+    def _fill_drafts(
+        self,
+        matchers: Matchers,
+        rows: LateRows,
+        drafts: list[list[int]],
+        words: np.ndarray,
+        legal: np.ndarray,
+    ) -> None:
+        slots = rows.slots.tolist()
         counts = np.array([len(run) for run in drafts])
         packed = np.empty((int((1 + counts).sum()), self._words), np.int32)
         allowed = np.array(matchers.fill_drafts(slots, drafts, packed))
@@ -133,16 +171,18 @@ class LateSide:
         drafts: HostArray | None,
         heard: Heard,
     ) -> None:
-        matchers, found = self._made_matchers(), tokens.read()
+        matchers, found = self._matchers, tokens.read()
         counts = np.ones(len(rows.slots), np.int64)
         if self._width > 1:
             first = np.cumsum(rows.widths) - rows.widths
             counts = np.add.reduceat((found >= 0).astype(np.int64), first)
             found = found[found >= 0]
-        taken = matchers.advance(step, rows.slots, rows.generations, found, counts)
-        for place in matchers.ended[rows.slots].nonzero()[0].tolist():
-            heard.ended += int(rows.rows[place]), max(1, int(taken[place]))
-        self._tell_failures(matchers, rows, heard)
+        self._host_tokens.hear(rows.slots, counts, found)
+        if matchers is not None:
+            taken = matchers.advance(step, rows.slots, rows.generations, found, counts)
+            for place in matchers.ended[rows.slots].nonzero()[0].tolist():
+                heard.ended += int(rows.rows[place]), max(1, int(taken[place]))
+            self._tell_failures(matchers, rows, heard)
         if drafts is not None:
             for slot, run in zip(rows.slots.tolist(), drafts.read().tolist(), strict=True):
                 self._drafts[slot] = run[: run.index(-1)] if -1 in run else run

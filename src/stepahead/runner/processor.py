@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,11 +36,14 @@ class AskingRows:
     args             each row's `extra_args`; the same object for as long as a request runs
     lengths_dev      int64[m], tokens so far, prompt and outputs: the next one stands there
     prompt_lens_dev  int64[m], how many of these are prompt
+    host_tokens      int32[..] numpy for each row, the tokens so far; None unless the processor
+                     declares `needs_host_history`
     """
 
     args: tuple[dict[str, Any], ...]
     lengths_dev: Tensor
     prompt_lens_dev: Tensor
+    host_tokens: tuple[np.ndarray, ...] | None
     _history: TokenHistory
     _places_dev: Tensor
 
@@ -56,7 +60,11 @@ class AskingRows:
 
 
 class LogitsProcessor(Protocol):
-    """Called with the vocabulary's size and the torch device to be built."""
+    """Called with the vocabulary's size and the torch device to be built.  It may also declare
+
+    needs_host_history  True: it wants `host_tokens`, and only the rows that ask for it wait for
+                        these to land
+    """
 
     def apply(self, logits: Tensor, rows: AskingRows) -> None:
         """Changes float32[m, vocab] logits in place, in any way; what is -inf stays forbidden.
@@ -68,10 +76,12 @@ class LogitsProcessor(Protocol):
 
 @dataclass(frozen=True)
 class Loaded:
-    """A processor and the name that it was loaded by."""
+    """A processor and the name that it was loaded by; `waits`: rows that ask for it are sampled
+    when their tokens are on the host."""
 
     name: str
     processor: LogitsProcessor
+    waits: bool = False
 
     def apply(self, logits: Tensor, rows: AskingRows) -> str:
         """As the processor does; what went wrong, with its name, "" if nothing did."""
@@ -100,9 +110,4 @@ def load_processor(name: str, vocab_size: int, place: torch.device) -> Loaded | 
         ) from error
     if not callable(getattr(processor, "apply", None)):
         raise ConfigError(f"logits_processor={name} has no method `apply(logits, rows)`")
-    if getattr(processor, "needs_host_history", False):
-        raise ConfigError(
-            f"logits_processor={name} needs_host_history, which is not there yet; read the tokens "
-            "of `rows`, on the device"
-        )
-    return Loaded(name, processor)
+    return Loaded(name, processor, bool(getattr(processor, "needs_host_history", False)))

@@ -60,6 +60,7 @@ from stepahead.runner.logprobs import (
     LogprobDownload,
 )
 from stepahead.runner.marks import step_mark
+from stepahead.runner.processor import load_processor
 from stepahead.runner.relay.choose import build_relay
 from stepahead.runner.sampling import Sampling
 from stepahead.runner.slots import SlotState
@@ -130,7 +131,9 @@ class Runner:
         self._verifier = (
             Verifier(self._slots, self._relay, drafter, spec.page_size) if drafter else None
         )
-        self._late = LateSide(device, spec)
+        last = spec.stage == spec.stages - 1
+        loaded = load_processor(spec.processor, vocab_size, place) if last else None
+        self._late = LateSide(device, spec, vocab_size, loaded is not None and loaded.waits)
         self._pending = Pending()
         self._stager = Stager(
             device,
@@ -142,6 +145,7 @@ class Runner:
             eos_dev,
             drafter,
             self._late.bound,
+            loaded,
         )
         self._hand_over = (
             HandOver(device, spec, links, self._slots, self._relay) if links is not None else None
@@ -253,7 +257,7 @@ class Runner:
         name = f"late results {step}"
         device.enqueue(
             Stream.FORWARD,
-            partial(self._sampling.late, staged, box, words_dev, legal_dev),
+            partial(self._sampling.late, staged, box, words_dev, legal_dev, masks.known),
             (staging.name, *staged.blocks, *self._late_reads(step)),
             ("slots", "relay", "counts", name, *self._also_written),
         )

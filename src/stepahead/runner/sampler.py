@@ -7,6 +7,7 @@ Order: logit bias and the ban on stop ids below min_tokens, other bans and the u
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -93,18 +94,19 @@ def sample(
     counts: PenaltyCounts,
     before_dev: Tensor | None = None,
     failed: list[RowError] | None = None,
+    known: Sequence[np.ndarray] = (),
 ) -> Tensor:
     """Tokens int64[r] for float32[r, vocab] logits, which may be changed in place.
 
     `positions_dev` int64[r]: the position that each new token will have.  `before_dev` int64[r, k]:
     drafts that stand between a row's counted tokens and the new one, negative where there is none;
     with them nothing is counted, for not all of these tokens will be output.  `failed` is given the
-    rows whose processor has raised: their tokens are void.
+    rows whose processor has raised: their tokens are void.  `known`: as in `Hooks.edit`.
     """
     if group.edits is not None:
         _apply_edits(logits, group.edits, positions_dev)
     if group.hooks is not None:
-        errors = group.hooks.edit(logits, positions_dev, before_dev)
+        errors = group.hooks.edit(logits, positions_dev, before_dev, known)
         if failed is not None:
             failed += errors
     if group.penalised is not None:

@@ -9,7 +9,7 @@ All of it runs on the forward stream.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -82,18 +82,24 @@ class Sampling:
                 box.first.tokens_dev = staged.first.pick(tokens)
 
     def late(
-        self, staged: Staged, box: StepBox, masks_dev: Tensor, legal_dev: Tensor | None
+        self,
+        staged: Staged,
+        box: StepBox,
+        masks_dev: Tensor,
+        legal_dev: Tensor | None,
+        known: Sequence[np.ndarray] = (),
     ) -> None:
         """The rows that have waited, with the masks int64[m, ..] of their positions, two words in
         each.  Under drafts `legal_dev` int64[2, n]: of late decode rows, how many drafts their
-        grammars allow."""
+        grammars allow.  `known` as in `Masks`."""
         late = staged.late
         assert late is not None
         with torch.inference_mode():
             look = made(box.look)
             if legal_dev is not None:
                 box.asked = cut(made(box.asked), *legal_dev)
-            self._sample(late.part, box.late, look, box.asked, masks_dev.view(torch.int32))
+            masks = masks_dev.view(torch.int32)
+            self._sample(late.part, box.late, look, box.asked, masks, known)
             tokens = self._leave(staged, box, look)
             box.late.tokens_dev = late.part.pick(tokens)
             # or the logits of every step that is kept would be
@@ -133,6 +139,7 @@ class Sampling:
         look: Look,
         asked: Asked | None,
         masks_dev: Tensor | None = None,
+        known: Sequence[np.ndarray] = (),
     ) -> None:
         group = part.group
         if group.hidden_rows_dev is not None:
@@ -147,7 +154,7 @@ class Sampling:
         if masks_dev is not None:
             apply_masks(logits, masks_dev)
         failed: list[RowError] = []
-        tokens = sample(logits, group, positions, self._counts, before, failed)
+        tokens = sample(logits, group, positions, self._counts, before, failed, known)
         if failed:
             out.failed += _failures(failed, part, asked)
         if wanted is not None and raw is not None:

@@ -22,7 +22,7 @@ from stepahead.runner.history import TokenHistory
 from stepahead.runner.hooks import HookWishes
 from stepahead.runner.inputs import StagedStep, chunk_rows, chunk_tokens, following_tokens
 from stepahead.runner.keep import KeepAlive
-from stepahead.runner.processor import load_processor
+from stepahead.runner.processor import Loaded
 from stepahead.runner.relay import Relay
 from stepahead.runner.sampler import SampleGroup
 from stepahead.runner.slots import SlotState
@@ -172,8 +172,10 @@ class Stager:
         eos_dev: Tensor | None,
         drafter: Drafter | None = None,
         late: np.ndarray | None = None,
+        loaded: Loaded | None = None,
     ) -> None:
-        """`late` bool[num_slots]: whose rows wait for masks, as of the plan that is staged."""
+        """`late` bool[num_slots]: whose rows wait for masks, as of the plan that is staged;
+        `loaded`: the logits processor."""
         self._late = np.zeros(spec.num_slots, np.bool_) if late is None else late
         self._device = device
         self._width = spec.width
@@ -187,16 +189,15 @@ class Stager:
         self._keep = keep
         self._scores = spec.stage == spec.stages - 1  # the last stage has logits, and counts tokens
         self.history = TokenHistory(self._most, device.place)
-        self._hooks = self._hook_wishes(spec) if self._scores else None
+        self._hooks = self._hook_wishes(spec, loaded) if self._scores else None
         self._wishes = Wishes(spec.num_slots, spec.eos_ids, eos_dev, self._hooks)
         self._joins: dict[int, Join] = {}  # of the slots in use
         self._generations: dict[int, int] = {}  # of each slot's newest owner, in check mode
         # the same rows are those of S plans before, where there are S stages
         self._turns = [_Turn(device, keep) for _ in range(spec.stages)]
 
-    def _hook_wishes(self, spec: RunnerSpec) -> HookWishes:
+    def _hook_wishes(self, spec: RunnerSpec, loaded: Loaded | None) -> HookWishes:
         vocab_size = self._counts.vocab_size
-        loaded = load_processor(spec.processor, vocab_size, self._device.place)
         return HookWishes(spec.num_slots, vocab_size, self.history, loaded)
 
     def decodes(self, plan: Plan) -> bool:
