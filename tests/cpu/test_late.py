@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from drafters import learn
 from engines import Variant, resolved, runner_spec, toy_engine
 from harness import differences, exactly, play
 from stepahead.device.base import Stream
@@ -221,6 +222,26 @@ def test_parts_between_processes_are_those_of_this_thread(rows: tuple[bool, ...]
     free = land_all(InlineExecutor(build_runner(spec(len(rows)))), (False,) * len(rows))
     if any(rows):
         assert whole(here) != whole(free)
+
+
+# --- drafts ---------------------------------------------------------------------------------
+
+
+def test_drafts_that_a_grammar_forbids_are_none() -> None:
+    """A drafter that knows nothing expects an end of sequence everywhere."""
+    learn({})
+    told = []
+    for grammar in (None, compiled(VOCAB, "[abcd]{200,300}")):
+        engine = toy_engine(OPTIONS, Variant("overlap", draft="drafters:Never", drafts=3))
+        engine.add([2, 3, 4], ENDLESS, grammar=grammar)
+        while engine.has_work:
+            engine.step()
+        told.append(engine.draft_counts())
+        engine.close()
+    free, held = told
+    assert free.proposed > free.rows > 30
+    assert held.proposed == 0
+    assert held.rows == free.rows
 
 
 # --- races and failures ---------------------------------------------------------------------
