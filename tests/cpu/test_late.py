@@ -17,6 +17,7 @@ from stepahead.device.base import Stream
 from stepahead.device.hostile import HostileDevice
 from stepahead.device.timing import Timing
 from stepahead.engine import Engine
+from stepahead.errors import InvalidParameter
 from stepahead.executor.inline import InlineExecutor
 from stepahead.executor.process import ProcessExecutor
 from stepahead.model.toy import ToyModel
@@ -25,6 +26,7 @@ from stepahead.runner.build import build_runner
 from stepahead.runner.grammar import Matchers
 from stepahead.runner.runner import Runner
 from stepahead.runner.spec import RunnerSpec
+from stepahead.structured import StructuredOutputs
 from stepahead.sync import SyncReason
 from stepahead.types import SamplingParams
 from structured import compiled, structured, toy_vocabulary
@@ -284,4 +286,21 @@ def test_a_matcher_that_fails_fails_its_step(monkeypatch: pytest.MonkeyPatch) ->
         finishes += outputs.finishes if outputs else ()
     assert [finish.reason for finish in finishes] == ["error"]
     assert "no masks today" in str(engine.failure)
+    engine.close()
+
+
+# --- what can't be ---------------------------------------------------------------------------
+
+
+def test_grammars_that_can_t_be_kept_to_are_refused_by_name() -> None:
+    grammar, held = compiled(VOCAB, "a"), StructuredOutputs(regex="a")
+    staged = toy_engine(OPTIONS, Variant("batch-queue", stages=2, depth=2))
+    with pytest.raises(InvalidParameter, match="pipeline_stages=2; ask for free text"):
+        staged.add([3], ENDLESS, grammar=grammar)
+    staged.close()
+    engine = toy_engine(OPTIONS, Variant("overlap"))
+    with pytest.raises(InvalidParameter, match="must be compiled first") as caught:
+        engine.add([3], SamplingParams(structured_outputs=held))
+    assert caught.value.param == "structured_outputs"
+    assert not engine.has_work
     engine.close()
