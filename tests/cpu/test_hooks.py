@@ -48,7 +48,7 @@ def upload(array: np.ndarray) -> torch.Tensor:
 
 def test_serial_keeps_to_bans_and_processor_as_brute_force_does() -> None:
     counts: Counter[str] = Counter()
-    for seed in range(60):
+    for seed in range(40):
         for ask, told, answer in answers(hooked(seed)):
             try:
                 hold(ask, told, answer)
@@ -63,9 +63,9 @@ def test_serial_keeps_to_bans_and_processor_as_brute_force_does() -> None:
                     )
                 )
             counts["processed"] += len(told.tokens) * bool(ask.params.extra_args)
-    assert counts["sure"] > 0.95 * counts["tokens"] > 300
-    assert counts["bans"] > 100
-    assert counts["processed"] > 100
+    assert counts["sure"] > 0.95 * counts["tokens"] > 200
+    assert counts["bans"] > 60
+    assert counts["processed"] > 60
 
 
 def variant_of(seed: int) -> Variant:
@@ -83,7 +83,7 @@ def variant_of(seed: int) -> Variant:
 @pytest.mark.parametrize("shard", range(2))
 def test_every_loop_keeps_to_bans_and_processor_as_serial_does(shard: int) -> None:
     counts: Counter[str] = Counter()
-    for seed in range(shard * 50, shard * 50 + 50):
+    for seed in range(shard * 40, shard * 40 + 40):
         counts += check(seed, [variant_of(seed)], hooked, play_drafted)[1]
     met = ("preemptions", "preempted in flight", "slot_reuses", "chunks", "drafts accepted")
     assert [name for name in met if not counts[name]] == []
@@ -348,9 +348,9 @@ def test_tokens_on_the_host_are_exact_in_every_loop_and_only_who_asks_waits() ->
         return run
 
     counts: Counter[str] = Counter()
-    for seed in range(600, 630):
+    for seed in range(600, 618):
         counts += check(seed, [variant_of(seed)], hooked_on_host, play_counted)[1]
-    for seed in range(600, 606):
+    for seed in range(600, 603):
         for ask, told, answer in answers(hooked_on_host(seed)):
             hold(ask, told, answer)
     met = ("preemptions", "slot_reuses", "chunks", "drafts accepted")

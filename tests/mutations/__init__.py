@@ -14,6 +14,7 @@ from mutations import (
     explain,
     grammar,
     hooks,
+    late,
     model,
     observe,
     pipeline,
@@ -44,4 +45,5 @@ MUTATIONS = [
     *explain.MUTATIONS,
     *serve.MUTATIONS,
     *grammar.MUTATIONS,
+    *late.MUTATIONS,
 ]

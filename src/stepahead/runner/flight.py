@@ -151,7 +151,7 @@ class LateFlight:
 
     def __init__(self, rows: LateRows, masks: Masks, finish: Callable[[], None]) -> None:
         self.rows = rows
-        self.masks = masks
+        self._masks = masks
         self.end: Event | None = None
         self._finish = finish
         self._landing: Landing | None = None
@@ -175,6 +175,11 @@ class LateFlight:
         self._queued_ns = at_ns
         self._waited = waited
         self._landing = landing
+
+    def queue_if_there(self) -> None:
+        """Gives them to the device if it has not got them, and their masks are there."""
+        if not self.queued and self._error is None and self._masks.done():
+            self._finish()
 
     def fail(self, error: BaseException) -> None:
         """They can't be sampled."""
@@ -208,7 +213,7 @@ class LateFlight:
         syncs, held = result.syncs, result.held
         began_ns, ended_ns = first_end.at_ns(), made(self._start).at_ns()
         if self._waited and began_ns < min(self._queued_ns, ended_ns):
-            waits = self.masks.waits
+            waits = self._masks.waits
             if len(self.rows.rows) > waits:
                 syncs += (Sync(SyncReason.GRAMMAR, len(self.rows.rows) - waits),)
             if waits:
@@ -258,6 +263,7 @@ class RunnerFlight:
         if self.late is None:
             self.first.event.wait()
             return self._whole()
+        self.late.queue_if_there()
         if not self._told and self._goes_first():
             self._told = True
             return self._first_part()

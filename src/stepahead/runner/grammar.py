@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -246,18 +247,18 @@ def apply_masks(logits: Tensor, masks_dev: Tensor, rows_dev: Tensor | None = Non
     """
     if masks_dev.shape[1] * 32 < logits.shape[1]:
         raise ValueError(f"masks of {masks_dev.shape[1]} words for {logits.shape[1]} logits")
-    forbidden = _forbidden(masks_dev, logits.shape[1])
+    # looked up a byte at a time and added: filling by a mask takes ten times as long on a CPU
+    packed = masks_dev.view(torch.uint8).flatten().to(torch.int32)
+    added = _added(logits.device).index_select(0, packed)
+    added = added.view(len(masks_dev), -1)[:, : logits.shape[1]]
     if rows_dev is None:
-        logits.masked_fill_(forbidden, -torch.inf)
+        logits.add_(added)
     else:
-        logits[rows_dev] = logits[rows_dev].masked_fill(forbidden, -torch.inf)
+        logits.index_add_(0, rows_dev, added)
 
 
-def _forbidden(masks_dev: Tensor, vocab_size: int) -> Tensor:
-    """bool[m, vocab_size] of int32[m, words]."""
-    if masks_dev.device.type == "cpu":  # a tenth of the time
-        packed = (~masks_dev).numpy().view(np.uint8)
-        bits = np.unpackbits(packed, axis=1, count=vocab_size, bitorder="little")
-        return torch.from_numpy(bits.view(np.bool_))
-    bits_dev = torch.arange(32, dtype=torch.int32, device=masks_dev.device)
-    return (masks_dev.unsqueeze(-1) >> bits_dev & 1 == 0).flatten(1)[:, :vocab_size]
+@cache
+def _added(place: torch.device) -> Tensor:
+    """float32[256, 8]: what the bits of each byte, the lowest first, do to logits."""
+    bits = torch.arange(256).unsqueeze(1) >> torch.arange(8) & 1
+    return torch.zeros((256, 8)).masked_fill_(bits == 0, -torch.inf).to(place)

@@ -33,10 +33,10 @@ class RowError(NamedTuple):
 
 @dataclass(frozen=True)
 class Allowed:
-    """Rows that may have some tokens only: `rows_dev` int64[m], `masks_dev` int64[m, words], bit
-    t % 64 of word t // 64 for token t."""
+    """Rows that may have some tokens only: `rows_dev` int64[m], None for all; `masks_dev`
+    int64[m, words], bit t % 64 of word t // 64 for token t."""
 
-    rows_dev: Tensor
+    rows_dev: Tensor | None
     masks_dev: Tensor
 
     def apply(self, logits: Tensor) -> None:
@@ -202,18 +202,21 @@ class HookWishes:
             return None
         owners = list(zip(rows.tolist(), slots[rows].tolist(), strict=True))
         return Hooks(
-            self._group_allowed(owners, upload),
+            self._group_allowed(owners, len(slots), upload),
             self._group_words(owners, upload),
             self._group_kept(rows, slots[rows], upload),
             self._group_processed(owners, upload),
         )
 
-    def _group_allowed(self, owners: list[tuple[int, int]], upload: Upload) -> Allowed | None:
+    def _group_allowed(
+        self, owners: list[tuple[int, int]], count: int, upload: Upload
+    ) -> Allowed | None:
         found = [(row, self._allowed[slot]) for row, slot in owners if slot in self._allowed]
         if not found:
             return None
         rows, masks = zip(*found, strict=True)
-        return Allowed(upload(np.array(rows)), upload(np.stack(masks)))
+        rows_dev = None if len(rows) == count else upload(np.array(rows))
+        return Allowed(rows_dev, upload(np.stack(masks)))
 
     def _group_words(self, owners: list[tuple[int, int]], upload: Upload) -> BadWords | None:
         found = [(row, slot, self._words[slot]) for row, slot in owners if slot in self._words]
