@@ -88,4 +88,20 @@ MUTATIONS = [
         "left = True",
         "tests/pure/test_engine_ends.py::test_a_request_that_could_be_left_without_a_token_is_refused[fields1]",
     ),
+    Mutation(
+        "tokens on the host stand still",
+        "a processor that reads what was said before the last preemption",
+        "runner/host_tokens.py",
+        "self._tokens[slot] += tokens[end - count : end].tolist()",
+        "pass",
+        "tests/cpu/test_hooks.py::test_tokens_on_the_host_are_exact_in_every_loop_and_only_who_asks_waits",
+    ),
+    Mutation(
+        "a row whose processor wants its tokens does not wait",
+        "a processor that is called without them",
+        "runner/late.py",
+        "            if join.grammar is not None or asks:\n",
+        "            if join.grammar is not None:\n",
+        "tests/cpu/test_hooks.py::test_tokens_on_the_host_are_exact_in_every_loop_and_only_who_asks_waits",
+    ),
 ]
