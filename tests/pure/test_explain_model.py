@@ -144,6 +144,8 @@ SHOWN_BY = {
     "staging": {"depth"},
     "drain": {"loop", "depth"},
     "pipeline": {"pipeline"},
+    "grammar": set(),
+    "host-processor": set(),
 }
 
 
