@@ -115,8 +115,8 @@ MUTATIONS = [
         "masks that come late are not counted",
         "a device that stands for a reason without a name",
         "runner/flight.py",
-        "            syncs += (Sync(SyncReason.GRAMMAR, len(self.rows.rows)),)\n",
-        "",
+        "                syncs += (Sync(SyncReason.GRAMMAR, len(self.rows.rows) - waits),)\n",
+        "                pass\n",
         _LATE + "test_masks_that_come_late_are_counted_for_their_rows_and_drawn",
     ),
 ]
