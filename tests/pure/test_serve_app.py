@@ -14,6 +14,7 @@ from starlette.routing import Route
 
 from stepahead.errors import ConfigError
 from stepahead.llm.prompts import Prompt
+from stepahead.llm.reader import Reader
 from stepahead.serve.app import serve_app
 from stepahead.serve.front import Front
 from stepahead.serve.messages import AskPage, Failed, Flush, Flushed, Page, Ready
@@ -53,7 +54,9 @@ def asked(
         if state == "failed":
             front.take(Failed("its device is gone"))
         front.draining = state == "draining"
-        transport = httpx.ASGITransport(serve_app(front, config or ServeConfig(), "toy", 90))
+        transport = httpx.ASGITransport(
+            serve_app(front, config or ServeConfig(), "toy", Reader(front.texts, 90, ()))
+        )
         async with httpx.AsyncClient(transport=transport, base_url=at) as client:
             found = [
                 await client.request(how, path, json={"prompt": [2]} if how == "POST" else None)

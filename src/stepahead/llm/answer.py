@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from stepahead.llm.forms import Form
 from stepahead.text.texts import Texts, TextStream, decode_after
 from stepahead.types import (
     CompletionOutput,
@@ -54,6 +55,7 @@ class Answer:
         params: SamplingParams,
         index: int,
         streaming: bool,
+        form: Form | None = None,
     ) -> None:
         self.index = index
         self.params = params
@@ -69,14 +71,20 @@ class Answer:
         self._pieces: list[str] = []  # all text that came out of the stream
         self._told = 0  # characters
         self._held = ""  # the end of it that is not told: a stop string may begin there
+        self._form = form
+        self._skips = params.skip_special_tokens
+        self._left_out: frozenset[int] = frozenset()
+        if self._skips and form is not None and form.shown_ids:
+            # tags are told: the decoder leaves nothing out, and we all special tokens but those
+            self._skips, self._left_out = False, texts.special_ids - form.shown_ids
         if streaming:
-            self._stream = texts.stream(params.skip_special_tokens, prompt_ids)
+            self._stream = texts.stream(self._skips, prompt_ids)
 
     def push(self, token: int) -> str:
         """Takes a token that is not the last; the text that can be told now."""
         assert self._stream is not None, "only a streaming answer is told piece by piece"
         self.told_tokens += 1
-        text = self._stream.push((token,))
+        text = self._stream.push(self._shown((token,)))
         self._pieces.append(text)
         if self._stops:
             text = self._hold(self._held + text)
@@ -113,6 +121,7 @@ class Answer:
             finish_reason=finish.reason,
             stop_reason=finish.stop_reason,
             error=finish.error,
+            message=None if self._form is None or self.streaming else self._form.message(text),
             hidden_states=None if self.hidden is None else _stacked(self.hidden, len(ids)),
             pooled=None if self.pool is None else self.pool.mean(),
         )
@@ -123,10 +132,15 @@ class Answer:
         if _stopped_by_token(finish) and not self.params.include_stop_str_in_output:
             shown = ids[:-1]
         if self._stream is None:
-            skip = self.params.skip_special_tokens
-            return decode_after(self._texts, self._prompt_ids, shown, skip)
-        self._pieces += (self._stream.push(shown[self.told_tokens :]), self._stream.finish())
+            return decode_after(self._texts, self._prompt_ids, self._shown(shown), self._skips)
+        rest = self._shown(shown[self.told_tokens :])
+        self._pieces += (self._stream.push(rest), self._stream.finish())
         return "".join(self._pieces)
+
+    def _shown(self, ids: Sequence[int]) -> Sequence[int]:
+        if not self._left_out:
+            return ids
+        return [token for token in ids if token not in self._left_out]
 
     def _cut(self, text: str, finish: Finish) -> str:
         stop = finish.stop_reason

@@ -26,11 +26,12 @@ from stepahead.llm.progress import Bar
 from stepahead.llm.prompts import (
     Prompt,
     prompt_list,
-    read_chat,
     read_prompt,
     read_template,
     template_variables,
 )
+from stepahead.llm.reader import Reader
+from stepahead.llm.tools import read_tools
 from stepahead.observe.probes import Probes, probes
 from stepahead.text.texts import Texts
 from stepahead.types import Outputs, RequestOutput, SamplingParams
@@ -68,6 +69,8 @@ class LLM:
         self.observe_url: str | None = beside.url  # where the engine is shown, if it is
         self.engine: Engine = assembly.engine
         self.tokenizer: Texts = assembly.texts
+        facts = assembly.resolved.facts
+        self.reader = Reader(assembly.texts, facts.vocab_size, facts.eos_ids)
         self.settings: tuple[str, ...] = assembly.settings
         self._keys = itertools.count()
         self._answering = threading.Lock()
@@ -118,8 +121,8 @@ class LLM:
         """
         found = prompt_list(prompts)
 
-        def read(prompt: Any) -> Prompt:
-            return read_prompt(prompt, self.tokenizer)
+        def read(prompt: Any, params: SamplingParams) -> Prompt:
+            return self.reader.hold(read_prompt(prompt, self.tokenizer), params)
 
         return self._answer("prompts", found, read, sampling_params, use_tqdm)
 
@@ -131,20 +134,27 @@ class LLM:
         use_tqdm: bool | None = None,
         add_generation_prompt: bool = True,
         tools: list[dict[str, Any]] | None = None,
+        tool_choice: str | dict[str, Any] | None = None,
+        parallel_tool_calls: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answers one conversation (a list of messages) or a list of them, as `generate` does.
 
+        `tools` and `tool_choice` are those of OpenAI's API.  With
+        tools, and where the model reasons first, each output has its `message` with tool_calls and
+        reasoning_content, which can be put into the conversation as it is.
         `chat_template_kwargs` are further variables for the model's template.
         """
         one = isinstance(messages, Sequence) and messages and isinstance(messages[0], Mapping)
         found = [messages] if one else prompt_list(messages)
-        variables = {"tools": tools, **template_variables(chat_template_kwargs)}
+        variables = template_variables(chat_template_kwargs)
+        wish = read_tools(tools, tool_choice, parallel_tool_calls)
 
-        def read(conversation: Any) -> Prompt:
-            return read_chat(
+        def read(conversation: Any, params: SamplingParams) -> Prompt:
+            return self.reader.read_chat(
                 conversation,
-                self.tokenizer,
+                params,
+                wish,
                 add_generation_prompt=add_generation_prompt,
                 **variables,
             )
@@ -155,7 +165,7 @@ class LLM:
         self,
         name: str,
         prompts: list[Any],
-        read: Callable[[Any], Prompt],
+        read: Callable[[Any, SamplingParams], Prompt],
         sampling_params: Params,
         use_tqdm: bool | None,
     ) -> list[RequestOutput]:
@@ -179,7 +189,7 @@ class LLM:
         self,
         name: str,
         prompts: list[Any],
-        read: Callable[[Any], Prompt],
+        read: Callable[[Any, SamplingParams], Prompt],
         sampling_params: Params,
         use_tqdm: bool | None,
     ) -> list[RequestOutput]:
@@ -191,8 +201,8 @@ class LLM:
             try:
                 for place, prompt in enumerate(prompts):
                     with _naming(f"{name}[{place}]"):
-                        asked = read(prompt)
-                        rids = self.engine.add(asked.ids, params[place])
+                        asked = read(prompt, params[place])
+                        rids = self.engine.add(asked.ids, params[place], grammar=asked.grammar)
                     collector.open(keys[place], asked, params[place], rids)
                     if interruption.asked:
                         raise interruption.error
