@@ -12,7 +12,8 @@ from typing import Any
 
 from stepahead.config import DTYPE_BYTES, EngineConfig, ModelFacts, Resolved, resolve
 from stepahead.engine import Engine, limits_of
-from stepahead.errors import ConfigError
+from stepahead.errors import ConfigError, UnsupportedModel
+from stepahead.grammar.vocabulary import Vocabulary as TokenVocabulary
 from stepahead.loop.base import Executor
 from stepahead.model.sparse import (
     KVGroup,
@@ -212,7 +213,17 @@ def runner_spec(resolved: Resolved, parts: ModelParts) -> RunnerSpec:
         state_bytes=resolved.facts.state_bytes,
         drafter=_DRAFTERS[config.draft],
         draft_tokens=config.step_width - 1,
+        vocabulary=token_vocabulary(resolved.facts, parts.texts),
     )
+
+
+def token_vocabulary(facts: ModelFacts, texts: Texts) -> TokenVocabulary | None:
+    """What grammars are made for; None where no answer can keep to one, as without an end of
+    sequence."""
+    try:
+        return TokenVocabulary.of(texts, facts.vocab_size, facts.eos_ids)
+    except UnsupportedModel:
+        return None
 
 
 def settings(resolved: Resolved) -> tuple[str, ...]:

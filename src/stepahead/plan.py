@@ -86,8 +86,22 @@ class PromptRows(msgspec.Struct, frozen=True, array_like=True, eq=False):
     values: LogprobRows
 
 
+class RowFailure(msgspec.Struct, frozen=True, array_like=True):
+    """The request of a sampled row, the `row`th of its step, can't go on; its token is void."""
+
+    row: int
+    error: str
+
+
+Part = Literal["whole", "first", "last"]
+LATE = -3  # among a part's tokens: this row is in the other part
+
+
 class Result(msgspec.Struct, frozen=True, array_like=True, eq=False):
-    """What one step gave.
+    """What one step gave, or a part of it.
+
+    Rows may wait for a mask when others don't: then those others come as the `first` part, and the
+    `last` one brings the rest.  Each has LATE as the tokens of rows that are not in it.
 
     `tokens` int32[n * width + s]: `width` for each decode row in the plan's order, then one for
     each chunk that samples.  Under drafts the width is more than 1: a row's new tokens, then -1 for
@@ -95,7 +109,9 @@ class Result(msgspec.Struct, frozen=True, array_like=True, eq=False):
     the runner had the plan, when it had queued the step's last operation, when the device began and
     ended; 0 where nobody says.  A non-empty `error` means the step failed as a whole and nothing in
     it counts.  `syncs`: where the runner could not run ahead.  `held`: what kept it, or the device,
-    from going on; in steady decode nothing does.
+    from going on; in steady decode nothing does.  `ended` int32[2e] flat (row, count): grammars
+    that are complete with the first `count` tokens that the row has brought here; what comes behind
+    is no output.  `failed`: rows whose grammar can't go on.
     """
 
     step: int
@@ -112,12 +128,22 @@ class Result(msgspec.Struct, frozen=True, array_like=True, eq=False):
     held: tuple[Held, ...] = ()
     pooled: StateSums | None = None
     width: int = 1
+    part: Part = "whole"
+    ended: np.ndarray = NO_INTS
+    failed: tuple[RowFailure, ...] = ()
 
     @property
     def samples(self) -> int:
         """New tokens."""
         tokens = self.tokens
-        return len(tokens) if self.width == 1 else int(np.count_nonzero(tokens >= 0))
+        if self.width == 1 and self.part == "whole":
+            return len(tokens)
+        return int(np.count_nonzero(tokens >= 0))
+
+    @property
+    def ended_table(self) -> np.ndarray:
+        """`ended` as int32[e, 2]."""
+        return self.ended.reshape(-1, 2)
 
     @property
     def has_extras(self) -> bool:

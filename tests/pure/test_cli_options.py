@@ -91,7 +91,7 @@ def test_what_is_on_can_be_turned_off() -> None:
 def test_every_sampling_parameter_has_a_flag_and_words() -> None:
     plain = SamplingParams()
     for name in SamplingParams.__struct_fields__:
-        if name in ("logit_bias", "seed", "pooling"):
+        if name in ("logit_bias", "seed", "pooling", "structured_outputs"):
             assert name not in SAMPLING_HELP
             continue
         value: Any = 3

@@ -83,6 +83,34 @@ class Staging(Protocol):
         ...
 
 
+class Point(Protocol):
+    """A place in a side's work."""
+
+    def done(self) -> bool:
+        """Whether it has passed; never blocks."""
+        ...
+
+    def wait(self) -> None:
+        """Blocks until it has; raises what a job before it raised."""
+        ...
+
+
+class Side(Protocol):
+    """Work of the host beside the thread that launches, in the order given."""
+
+    def do(self, job: Callable[[], None], after: Event | None = None) -> None:
+        """Runs `job` after the jobs before it, and after the event."""
+        ...
+
+    def mark(self) -> Point:
+        """Passes when the jobs so far have run."""
+        ...
+
+    def close(self) -> None:
+        """Drops what has not begun."""
+        ...
+
+
 @dataclass(frozen=True)
 class Work:
     """A piece of a forward: what to call, and what it touches."""
@@ -137,6 +165,14 @@ class Device(Protocol):
 
     def stage(self, step: int) -> Staging:
         """A step's staging block, empty.  The one of `depth` steps ago must have landed."""
+        ...
+
+    def stage_late(self, step: int) -> Staging:
+        """As `stage`, for what comes when the step is under way: it has memory of its own."""
+        ...
+
+    def side(self, name: str) -> Side:
+        """A thread of this name, or what stands for one; it may land events of this device."""
         ...
 
     def download(self, source: Callable[[], Tensor], name: str) -> HostArray:

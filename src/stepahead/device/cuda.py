@@ -29,8 +29,8 @@ import torch
 from torch import Tensor, cuda
 
 from stepahead.device.base import Event, HostArray, Stream, Work
-from stepahead.device.copier import CopyThread
-from stepahead.device.staging import RingStaging, StagingRing
+from stepahead.device.side import SideThread
+from stepahead.device.staging import LATE, RingStaging, StagingRing
 from stepahead.errors import ConfigError, EngineError
 from stepahead.sync import SyncReason, Waited
 
@@ -190,11 +190,12 @@ class CudaDevice:
         self._waited: list[Waited] = []
         self._clock = _Clock(forward)
         self._ring = StagingRing(self, depth)
+        self._late_ring = StagingRing(self, depth, kind=LATE)
         self._blocks: dict[str, list[Tensor]] = {}
         self._pool: Any = None  # torch's name for the memory of graphs, which never run at once
-        self._copier: CopyThread | None = None
+        self._copier: SideThread | None = None
         if self._copies_block():
-            self._copier = CopyThread(lambda: cuda.set_device(index))
+            self._copier = SideThread(lambda: cuda.set_device(index))
 
     @property
     def place(self) -> torch.device:
@@ -276,6 +277,14 @@ class CudaDevice:
         """The step's staging block."""
         self._begin()
         return self._ring.open(step)
+
+    def stage_late(self, step: int) -> RingStaging:
+        """The step's second block."""
+        return self._late_ring.open(step)
+
+    def side(self, name: str) -> SideThread:
+        """A thread whose device is this one."""
+        return SideThread(lambda: cuda.set_device(self._index), name)
 
     def download(self, source: Callable[[], Tensor], name: str) -> HostArray:
         """A copy into fresh pinned memory, behind what the copy stream waits for."""

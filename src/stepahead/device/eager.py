@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from stepahead.device.base import Event, Graph, Stream, Work
+from stepahead.device.side import SideThread
 from stepahead.sync import SyncReason, Waited
 
 _PLACE = torch.device("cpu")
@@ -117,6 +118,14 @@ class EagerDevice:
     def stage(self, step: int) -> _Direct:
         """Copies as int64; the plan's own memory is not kept."""
         return _Direct(f"staging {step}")
+
+    def stage_late(self, step: int) -> _Direct:
+        """Copies, too."""
+        return _Direct(f"late staging {step}")
+
+    def side(self, name: str) -> SideThread:
+        """A thread."""
+        return SideThread(name=name)
 
     def download(self, source: Callable[[], Tensor], name: str) -> _Here:
         """The tensor itself: results are never written again."""

@@ -26,7 +26,8 @@ from stepahead.device.base import Event, Stream, Work
 from stepahead.device.clocks import HOST, Clock, Clocks, RaceError
 from stepahead.device.counts import DeviceCounts, call_site
 from stepahead.device.queues import Lane, Pace, Point, Queues, Run
-from stepahead.device.staging import RingStaging, StagingRing
+from stepahead.device.side import Later
+from stepahead.device.staging import LATE, RingStaging, StagingRing
 from stepahead.device.tape import capture
 from stepahead.device.timing import Timing, VirtualClock
 from stepahead.errors import ConfigError, EngineError
@@ -167,6 +168,7 @@ class HostileDevice:
         self._owner: int | None = None
         self._queued = 0
         self._ring = StagingRing(self, depth)
+        self._late_ring = StagingRing(self, depth, kind=LATE)
         self._pinned: dict[int, Tensor] = {}  # by address, kept so that no other takes it over
         self._blocks: dict[str, list[Tensor]] = {}
         self._downloads: deque[list[HostileArray]] = deque()  # of the last `depth` steps
@@ -231,6 +233,15 @@ class HostileDevice:
                 array.poison()
         self._downloads.append([])
         return self._ring.open(step)
+
+    def stage_late(self, step: int) -> RingStaging:
+        """The step's second block."""
+        self._begin_call()
+        return self._late_ring.open(step)
+
+    def side(self, name: str) -> Later:
+        """This thread, whenever it asks for what is to be done."""
+        return Later()
 
     def download(self, source: Callable[[], Tensor], name: str) -> HostileArray:
         """Poison at first; the values once the copy stream gets there."""

@@ -25,6 +25,7 @@ from stepahead.device.base import Event, Stream
 from stepahead.errors import EngineError
 from stepahead.sync import SyncReason
 
+LATE = "late "  # of the ring for what comes when a step is under way
 _FIRST_COUNT = 4096  # elements, 32 KB: a step that joins a few short prompts
 
 
@@ -84,17 +85,21 @@ class _Piece:
 class StagingRing:
     """`depth` host buffers of int64[count], used in turn; `count` doubles until a step fits."""
 
-    def __init__(self, memory: StagingMemory, depth: int, count: int = _FIRST_COUNT) -> None:
+    def __init__(
+        self, memory: StagingMemory, depth: int, count: int = _FIRST_COUNT, kind: str = ""
+    ) -> None:
+        """`kind` goes before the names of the memory, so that rings are told apart."""
         self.memory = memory
         self.count = count
-        self._buffers = [_Buffer(f"pinned {k}") for k in range(depth)]
+        self._kind = kind
+        self._buffers = [_Buffer(f"{kind}pinned {k}") for k in range(depth)]
         self._opened = 0
 
     def open(self, step: int) -> RingStaging:
         """A step's staging block, empty; known on the device as "staging STEP"."""
         buffer = self._buffers[self._opened % len(self._buffers)]
         self._opened += 1
-        return RingStaging(self, buffer, f"staging {step}")
+        return RingStaging(self, buffer, f"{self._kind}staging {step}")
 
     def count_for(self, count: int) -> int:
         """The ring's size, doubled until `count` fits."""

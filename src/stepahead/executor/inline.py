@@ -5,6 +5,7 @@ Turns what a model raises into StepFailed, for that step and all later ones.  Kn
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -120,6 +121,12 @@ class InlineExecutor:
                 except ANSWERED as error:
                     self.fail(plan.step, error)
         return InlineFlight(self, plan.step, flight)
+
+    def finish(self) -> None:
+        """Gives the device the rows of the newest step that wait for masks, once these are there.
+        What is raised meanwhile is raised when the step lands."""
+        with self.at_work, contextlib.suppress(*ANSWERED):
+            self._runner.finish()
 
     def failure_at(self, step: int) -> StepFailed | None:
         """Why `step` can't count: it, or a step before it, failed."""

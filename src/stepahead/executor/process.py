@@ -44,16 +44,19 @@ BUILDER = "stepahead.runner.build:build_runner"
 class ProcessFlight:
     """A step in the worker's hands."""
 
-    __slots__ = ("_executor", "result", "step")
+    __slots__ = ("_executor", "parts", "step")
 
     def __init__(self, executor: ProcessExecutor, step: int) -> None:
         self._executor = executor
         self.step = step
-        self.result: Result | None = None
+        self.parts: deque[Result] = deque()  # that have come, and nobody has landed
 
     def land(self) -> Result:
-        """Waits, asleep, for this step's results; StepFailed, RunnerDied, EngineClosed."""
-        result = self.result or self._executor.receive(self)
+        """Waits, asleep, for this step's results, or their next part; StepFailed, RunnerDied,
+        EngineClosed."""
+        if not self.parts:
+            self._executor.receive(self)
+        result = self.parts.popleft()
         if result.error:
             raise decode_step_failure(result.error)
         return result
@@ -132,17 +135,18 @@ class ProcessExecutor:
         self._flights.append(flight)
         return flight
 
-    def receive(self, flight: ProcessFlight) -> Result:
-        """Takes results in, which come in the order of launch, until that of `flight` is there."""
+    def receive(self, flight: ProcessFlight) -> None:
+        """Takes results in, which come in the order of launch, until one of `flight` is there."""
         self._check_owner()
-        while flight.result is None:
+        while not flight.parts:
             frame = self._next_frame()[1]
             self._enter(_DECODE)
             result = decode_result(frame)
-            oldest = self._flights.popleft()
+            oldest = self._flights[0]
             assert oldest.step == result.step, "the worker answered out of order"
-            oldest.result = result
-        return flight.result
+            oldest.parts.append(result)
+            if result.part != "first":
+                self._flights.popleft()
 
     def _check_owner(self) -> None:
         # the channel is the parent's: what a forked child sends or takes there, the parent lacks

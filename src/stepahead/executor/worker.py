@@ -32,7 +32,7 @@ from stepahead.executor.failures import (
 )
 from stepahead.executor.inline import InlineExecutor, InlineFlight
 from stepahead.observe.garbage import Pauses, due
-from stepahead.plan import NO_INTS, Plan, Result, decode_control, decode_plan, encode_result
+from stepahead.plan import NO_INTS, Part, Plan, Result, decode_control, decode_plan, encode_result
 from stepahead.runner.spec import RunnerSpec
 from stepahead.sync import Cause, Held
 
@@ -139,10 +139,12 @@ class Worker:
     def _step(self, plan: Plan) -> None:
         flight = self._executor.launch(plan)
         held, self._held = self._held, ()
-        if self._output.idle and flight.ready():
-            self._answer(plan.step, flight, held)
-        else:
-            self._output.put(partial(self._answer_or_die, plan.step, flight, held))
+        while self._output.idle and flight.ready():
+            if self._answer(plan.step, flight, held) != "first":
+                return
+            self._executor.finish()
+        self._output.put(partial(self._answer_or_die, plan.step, flight, held))
+        self._executor.finish()
 
     def _tidy(self) -> None:
         """Collects garbage while it is the host's turn; when long due, whoever's turn it is."""
@@ -157,11 +159,12 @@ class Worker:
         self._last_ns[generation] = ended_ns - began_ns
         self._held = (Held(Cause.GARBAGE_COLLECTION, began_ns, ended_ns),)
 
-    def _answer(self, step: int, flight: InlineFlight, held: tuple[Held, ...]) -> None:
+    def _answer(self, step: int, flight: InlineFlight, held: tuple[Held, ...]) -> Part:
+        """Lands what is next of the step, and sends it; which part that was."""
         stage = self._stage
         try:
             result = flight.land()
-            if held:
+            if held and result.part != "first":
                 result = replace(result, held=held + result.held)
         except StepFailed as failure:
             text = encode_step_failure(failure) if stage is None else stage.named(failure)
@@ -171,10 +174,12 @@ class Worker:
         elif result.error:
             assert stage.links.states_out is not None
             stage.links.states_out.fail(step, result.error)
+        return result.part
 
     def _answer_or_die(self, step: int, flight: InlineFlight, held: tuple[Held, ...]) -> None:
         try:
-            self._answer(step, flight, held)
+            while self._answer(step, flight, held) == "first":
+                pass
         except BaseException:  # a thread that ends in silence would leave the host waiting
             traceback.print_exc()
             os._exit(1)

@@ -101,6 +101,8 @@ class LoopCore:
         # with when it was planned and handed over, and how many were in the air then
         self._flights: deque[tuple[Plan, Flight, int, int, int]] = deque()
         self._waited_ns = 0  # for the last flight that landed
+        # of the oldest flight, tokens whose part has landed before the rest; None if there is none
+        self._told: int | None = None
         self._held: SyncReason | None = None  # why the next landing comes before a launch
 
     @property
@@ -108,9 +110,15 @@ class LoopCore:
         """Steps launched and not yet retired."""
         return len(self._flights)
 
+    @property
+    def half_landed(self) -> bool:
+        """Whether a part of the oldest flight has landed, and the rest must before any launch."""
+        return self._told is not None
+
     def launch(self) -> bool:
         """Plans a step and hands it over; False when there is nothing to run now."""
         assert len(self._flights) < self.depth, "launched more than D steps ahead"
+        assert self._told is None, "launched before the rest of a step has landed"
         enter, flights = self._enter, self._flights
         plan_ns = enter(_PLAN)
         held = self._planner.hold()
@@ -124,7 +132,7 @@ class LoopCore:
         return True
 
     def collect(self) -> Outputs:
-        """Lands and retires the oldest flight."""
+        """Lands and retires the oldest flight, or the first part of it: then the rest is next."""
         observer = self.observer
         books = observer.books
         plan, flight, plan_ns, launch_ns, flights = self._flights[0]
@@ -134,6 +142,9 @@ class LoopCore:
         result = flight.land()
         land_ns = self._enter(_RETIRE)
         self._waited_ns = land_ns - began_ns
+        if result.part == "first":
+            self._told = result.samples
+            return self._planner.retire(plan, result)
         books.busy(
             result.step,
             result.device_start_ns,
@@ -143,7 +154,8 @@ class LoopCore:
             result.submitted_ns,
             result.held,
         )
-        observer.steps.add(plan, result, plan_ns, launch_ns, flights, land_ns, self._held)
+        more, self._told = self._told or 0, None
+        observer.steps.add(plan, result, plan_ns, launch_ns, flights, land_ns, self._held, more)
         self._flights.popleft()
         self._count(result)
         return self._planner.retire(plan, result)
@@ -158,4 +170,4 @@ class LoopCore:
     def forget(self) -> None:
         """Drops all flights; for a runner that is lost."""
         self._flights.clear()
-        self._held = None
+        self._held = self._told = None

@@ -11,6 +11,6 @@ from stepahead.types import Outputs
 
 def batch_queue_step(core: LoopCore) -> Outputs | None:
     """Fills the queue and collects its oldest flight; None when nothing was in the air."""
-    while core.flights < core.depth and core.launch():
+    while core.flights < core.depth and not core.half_landed and core.launch():
         pass
     return core.collect() if core.flights else None

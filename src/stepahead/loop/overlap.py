@@ -15,6 +15,8 @@ def overlap_step(core: LoopCore) -> Outputs | None:
 
     The first step of a burst brings nothing yet: it is launched and left in the air.
     """
+    if core.half_landed:
+        return core.collect()
     launched = core.launch()
     if core.flights == core.depth or (core.flights and not launched):
         return core.collect()

@@ -8,4 +8,4 @@ from stepahead.types import Outputs
 
 def serial_step(core: LoopCore) -> Outputs | None:
     """Runs one step to its end; None when there is nothing to run."""
-    return core.collect() if core.launch() else None
+    return core.collect() if core.half_landed or core.launch() else None

@@ -18,13 +18,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from stepahead.observe.causes import BUSY, CAUSES, Events, no_cells, tally
 from stepahead.observe.stages import REST, WORK, Enter, Stage
-from stepahead.sync import Held
+from stepahead.sync import Cause, Held
 
 _POSTS = 6  # numbers of a landed step
 
@@ -208,11 +208,18 @@ class Books:
         """The device ran `step` in this time.  Given in launch order, about when the step lands.
 
         The posts and `held` are as in `Events`; 0 and nothing where nobody says.  A start before
-        the previous end is moved there; being held before that is no business of this step.
+        the previous end is moved there; being held before that is no business of this step.  Where
+        it was held in the midst of the step, for masks, it stood idle.
         """
+        posts = (launch_ns, received_ns, submitted_ns)
         if held:
             self._hold(held)
-        self._landed += (step, start_ns, end_ns, launch_ns, received_ns, submitted_ns)
+        for one in held:
+            if one.cause is Cause.MASK_LATE and start_ns < one.start_ns < one.end_ns < end_ns:
+                # a stretch that no step ends with is told by the complement of its step
+                self._landed += (~step, start_ns, one.start_ns, *posts)
+                start_ns = one.end_ns
+        self._landed += (step, start_ns, end_ns, *posts)
 
     def _hold(self, held: Iterable[Held]) -> None:
         until_ns = max(self._held_until_ns, self._last_end_ns, *self._landed[2::_POSTS], 0)
@@ -264,6 +271,10 @@ class Books:
         With `since_ns`, what reaches into the time after it and some of what came before: that
         costs what is asked for, and not what is kept.
         """
+        events = self._recent(since_ns)
+        return replace(events, step=np.where(events.step < 0, ~events.step, events.step))
+
+    def _recent(self, since_ns: int | None = None) -> Events:
         pending, keep = self._pending(), self._keep
         stage, start_ns = _tail(self._host_ring, _host_rows(pending), keep, since_ns)
         device = _tail(self._device_ring, _device_rows(pending), keep, since_ns)
@@ -274,10 +285,11 @@ class Books:
 
     def per_step(self) -> StepBooks:
         """Both books of each recent step whose whole window is still among the raw events."""
-        events = self.recent()
-        cuts_ns = np.concatenate(([self._start_ns], events.busy_end_ns))
+        events = self._recent()
+        last = events.step >= 0
+        cuts_ns = np.concatenate(([self._start_ns], events.busy_end_ns[last]))
         lost = int(np.searchsorted(cuts_ns[:-1], events.start_ns[0]))
-        return StepBooks(events.step[lost:], tally(events, cuts_ns[lost:]))
+        return StepBooks(events.step[last][lost:], tally(events, cuts_ns[lost:]))
 
     def _fold(self) -> None:
         """Moves into the totals what can't change any more.
@@ -340,7 +352,8 @@ class Books:
         """The totals at each of these moments, ascending and none in the settled time."""
         cuts_ns = np.array([self._settled_ns, *at_ns])
         cells = self._settled.cells + np.cumsum(tally(pending, cuts_ns), axis=0)
-        ended = np.searchsorted(pending.busy_end_ns, cuts_ns[1:], side="right")
+        ends_ns = pending.busy_end_ns[pending.step >= 0]
+        ended = np.searchsorted(ends_ns, cuts_ns[1:], side="right")
         steps = (self._settled.steps + int(count) for count in ended)
         return [_Totals(*pair) for pair in zip(cells, steps, strict=True)]
 

@@ -96,8 +96,10 @@ class StepLog:
         flights: int,
         land_ns: int,
         awaited: SyncReason | None = None,
+        told: int = 0,
     ) -> None:
-        """A step has landed; in launch order.  `awaited`: why nothing was launched before."""
+        """A step has landed; in launch order.  `awaited`: why nothing was launched before; `told`:
+        tokens of it that came in a part before `result`."""
         if awaited is None and result.syncs:
             awaited = result.syncs[0].reason
         rows, chunk_tokens, kind = len(plan.rows), 0, _DECODE
@@ -110,7 +112,7 @@ class StepLog:
             kind,
             rows,
             chunk_tokens,
-            result.samples,
+            result.samples + told,
             flights,
             -1 if awaited is None else _INDEX[awaited],
             plan_ns,

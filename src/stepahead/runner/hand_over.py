@@ -135,7 +135,7 @@ class HandOver:
         due = self._due.popleft() if len(self._due) == self._stages else None
         if due is not None and len(due.slots):
             self._enqueue_tokens(link, due)
-        step, ends = staged.inputs, staged.group.ends
+        step, ends = staged.inputs, staged.first.group.ends
         self._due.append(Sampled(staged.step, step.slots, step.slots_dev, ends, staged.blocks))
         return due
 

@@ -9,6 +9,9 @@ fence.  *forward* runs the model, then samples.  *copy* takes results out.
                                                 \\
     copy                                         results out, then the flight's own event
 
+Rows that wait for masks are sampled behind the others, and have a copy in, a copy out and an event
+of their own; they are given to the device when their masks are there, before the next forward.
+
 Where the model is cut into stages this is one of them: only the first has input tokens, and only
 the last samples and has results.
 
@@ -32,27 +35,37 @@ from stepahead.plan import Plan
 from stepahead.runner.arrival import Arrival, waits
 from stepahead.runner.counts import PenaltyCounts
 from stepahead.runner.draft import build_drafter
-from stepahead.runner.ends import ended, eos_table
+from stepahead.runner.ends import eos_table
 from stepahead.runner.fence import Fence
-from stepahead.runner.flight import Nothing, RunnerFlight, StepBox, made
+from stepahead.runner.flight import (
+    Landing,
+    LateFlight,
+    Masks,
+    Nothing,
+    PartBox,
+    PartDownload,
+    RunnerFlight,
+    StepBox,
+    made,
+)
+from stepahead.runner.grammar import as_words
 from stepahead.runner.graphs import RESULTS, DecodeGraphs, capture_decode
 from stepahead.runner.hand_over import HandOver, Links, Sampled
-from stepahead.runner.hidden import HiddenDownload, PoolDownload, state_sums
-from stepahead.runner.inputs import advance, advance_chunks, build_inputs
+from stepahead.runner.hidden import HiddenDownload, PoolDownload
+from stepahead.runner.inputs import advance, build_inputs
 from stepahead.runner.keep import KeepAlive
+from stepahead.runner.late import LateSide, Pending
 from stepahead.runner.lengths import HostLengths
 from stepahead.runner.logprobs import (
     LogprobDownload,
-    describe,
-    describe_hidden,
 )
 from stepahead.runner.marks import step_mark
 from stepahead.runner.relay.choose import build_relay
-from stepahead.runner.sampler import SampleGroup, sample
+from stepahead.runner.sampling import Sampling
 from stepahead.runner.slots import SlotState
 from stepahead.runner.spec import RunnerSpec
-from stepahead.runner.stage import Staged, StagedChanges, Stager
-from stepahead.runner.verify import Answers, Asked, Verifier
+from stepahead.runner.stage import SampledPart, Staged, StagedChanges, Stager
+from stepahead.runner.verify import Verifier
 from stepahead.sync import Sync, SyncReason
 
 
@@ -117,13 +130,32 @@ class Runner:
         self._verifier = (
             Verifier(self._slots, self._relay, drafter, spec.page_size) if drafter else None
         )
+        self._late = LateSide(device, spec)
+        self._pending = Pending()
         self._stager = Stager(
-            device, spec, self._slots, self._relay, self._counts, self._keep, eos_dev, drafter
+            device,
+            spec,
+            self._slots,
+            self._relay,
+            self._counts,
+            self._keep,
+            eos_dev,
+            drafter,
+            self._late.bound,
         )
         self._hand_over = (
             HandOver(device, spec, links, self._slots, self._relay) if links is not None else None
         )
         self._last = self._hand_over is None or self._hand_over.is_last
+        self._sampling = Sampling(
+            model.logits,
+            self._slots,
+            self._relay,
+            self._counts,
+            self._verifier,
+            self._hand_over,
+            self._lengths is not None,
+        )
 
     def now_ns(self) -> int:
         """The device's clock, on which all times in results are."""
@@ -131,22 +163,31 @@ class Runner:
 
     def close(self) -> None:
         """Drops what the device has not run."""
+        self._late.close()
         self._device.close()
 
     # --- launch -----------------------------------------------------------------------------
 
     def launch(self, plan: Plan) -> RunnerFlight:
-        """Queues the step on the device's three streams."""
+        """Queues the step on the device's three streams, but for rows that wait for masks."""
         with step_mark(plan.step):
             return self._launch(plan)
+
+    def finish(self) -> None:
+        """Queues the rows that wait for masks, when these are there: the wait is for the step
+        before, and for matchers.  Any thread may call it, and the next launch does."""
+        self._pending.finish()
 
     def _launch(self, plan: Plan) -> RunnerFlight:
         device = self._device
         received_ns = device.now_ns()
+        self._pending.finish()  # its rows' tokens are inputs of this step
+        self._late.change(plan)
         self._keep.make_room()
         if self._lengths is not None and self._stager.decodes(plan):
             self._lengths.fetch(self._slots.computed)
         staged = self._stager.stage(plan)
+        masks = None if staged.late is None or not self._last else self._late.masks(staged.late)
         fence, fenced_ns = self._fence.event, device.now_ns()
         self._write_pages(staged)
         device.wait(Stream.FORWARD, device.record(Stream.SCHEDULE))
@@ -176,7 +217,62 @@ class Runner:
         if due is not None:
             self._keep.also(due.blocks, due)
         device.wait(Stream.COPY, end)
-        return self._copy_out(staged, box, (start, end), arrival, received_ns)
+        flight = self._copy_out(staged, box, (start, end), arrival, received_ns)
+        if masks is not None:
+            self._await_masks(staged, box, flight, masks)
+        return flight
+
+    # --- late rows --------------------------------------------------------------------------
+
+    def _await_masks(
+        self, staged: Staged, box: StepBox, flight: RunnerFlight, masks: Masks
+    ) -> None:
+        assert staged.late is not None
+        late = flight.late = LateFlight(staged.late, masks, self._pending.finish)
+        there = masks.done()
+        self._pending.put(partial(self._give_late, staged, box, late, not there))
+        if there:
+            self._pending.finish()
+
+    def _give_late(self, staged: Staged, box: StepBox, late: LateFlight, waited: bool) -> None:
+        try:
+            late.masks.point.wait()
+            self._enqueue_late(staged, box, late, waited)
+        except BaseException as error:
+            late.fail(error)
+            raise
+
+    def _enqueue_late(self, staged: Staged, box: StepBox, late: LateFlight, waited: bool) -> None:
+        device, rows, step, masks = self._device, late.rows, staged.step, late.masks
+        staging = device.stage_late(step)
+        words_dev = staging.add(as_words(masks.words))
+        legal_dev = None if masks.legal is None else staging.add(masks.legal)
+        staging.send()
+        device.wait(Stream.FORWARD, device.record(Stream.SCHEDULE))
+        queued_ns, start = device.now_ns(), device.record(Stream.FORWARD)
+        name = f"late results {step}"
+        device.enqueue(
+            Stream.FORWARD,
+            partial(self._sampling.late, staged, box, words_dev, legal_dev),
+            (staging.name, *staged.blocks, *self._late_reads(step)),
+            ("slots", "relay", "counts", name, *self._also_written),
+        )
+        end = self._end = device.record(Stream.FORWARD)
+        self._fence.forward_over(end)
+        self._keep.also((staging.name,), None)
+        device.wait(Stream.COPY, end)
+        brought = self._copy_part(rows.part, box.late, name)
+        drafts = None
+        if self._verifier is not None:
+            drafts = device.download(lambda: made(box.drafts_dev)[rows.rows_dev], name)
+        event = device.record(Stream.COPY)
+        heard = self._late.hear(step, rows, event, brought.tokens, drafts)
+        late.queue(Landing(event, brought), (start, end), heard, queued_ns, waited)
+
+    def _late_reads(self, step: int) -> tuple[str, ...]:
+        graphs = () if self._graphs is None else (RESULTS,)
+        states = (f"states {step}", f"results {step}")
+        return ("slots", "relay", "counts", *states, *graphs, *self._also_read)
 
     def _write_pages(self, staged: Staged) -> None:
         changes = staged.changes
@@ -199,7 +295,7 @@ class Runner:
             self._pass_on_work(staged, box)
             if not self._last
             else Work(
-                partial(self._run_sampler, staged, box),
+                partial(self._sampling.first, staged, box),
                 (*blocks, "slots", "relay", "counts", f"states {step}", *self._also_read),
                 ("slots", "relay", "counts", *self._given(step), *self._also_written),
             )
@@ -235,7 +331,7 @@ class Runner:
         box.states_dev = run.states_dev
         self._device.enqueue(
             Stream.FORWARD,
-            partial(self._run_sampler, staged, box, run.logits_dev),
+            partial(self._sampling.first, staged, box, run.logits_dev),
             (*blocks, "slots", "relay", "counts", RESULTS, *self._also_read),
             ("slots", "relay", "counts", RESULTS, *self._given(staged.step), *self._also_written),
         )
@@ -248,21 +344,17 @@ class Runner:
         arrival: Arrival | None,
         received_ns: int,
     ) -> RunnerFlight:
-        device, group = self._device, staged.group
+        device = self._device
         if not self._last:
             return self._stage_flight(staged, forward, arrival, received_ns)
         name = f"results {staged.step}"
-        tokens = device.download(lambda: made(box.tokens_dev), name)
-        logprobs = hidden = pooled = None
-        if len(group.logprob_rows):
-            logprobs = LogprobDownload(device, lambda: made(box.logprobs), group.logprob_rows, name)
+        brought = self._copy_part(staged.first, box.first, name)
         prompts = []
         for i, score in enumerate(staged.scores):
             every = np.arange(score.count, dtype=np.int32)
             download = LogprobDownload(device, lambda i=i: box.prompts[i], every, name)
             prompts.append((score, download))
-        if len(group.hidden_rows):
-            hidden = HiddenDownload(device, lambda: made(box.hidden_dev), group.hidden_rows, name)
+        pooled = None
         if staged.pools:
             pooled = PoolDownload(device, lambda: made(box.sums_dev), staged.pools, name)
         lengths = None
@@ -277,12 +369,10 @@ class Runner:
             runs = partial(self._stager.rejections.note, staged.inputs.rows)
         return RunnerFlight(
             staged.step,
-            event,
+            Landing(event, brought),
             *forward,
-            tokens,
-            logprobs,
+            staged.positions,
             tuple(prompts),
-            hidden,
             pooled,
             self._syncs(staged, tuple(wait.reason for wait in waited)),
             waits(waited),
@@ -292,6 +382,18 @@ class Runner:
             self._spec.width,
             runs,
         )
+
+    def _copy_part(self, part: SampledPart, box: PartBox, name: str) -> PartDownload:
+        device, group = self._device, part.group
+        tokens = device.download(lambda: made(box.tokens_dev), name)
+        logprobs = hidden = None
+        if len(group.logprob_rows):
+            rows = part.places(group.logprob_rows)
+            logprobs = LogprobDownload(device, lambda: made(box.logprobs), rows, name)
+        if len(group.hidden_rows):
+            rows = part.places(group.hidden_rows)
+            hidden = HiddenDownload(device, lambda: made(box.hidden_dev), rows, name)
+        return PartDownload(tokens, logprobs, hidden, part.at)
 
     def _stage_flight(
         self,
@@ -306,12 +408,10 @@ class Runner:
         held = waits(waited)
         return RunnerFlight(
             staged.step,
-            forward[1],
+            Landing(forward[1], PartDownload(Nothing())),
             *forward,
-            Nothing(),
-            None,
+            0,
             (),
-            None,
             None,
             self._syncs(staged, tuple(wait.reason for wait in waited)),
             held,
@@ -323,7 +423,9 @@ class Runner:
     def _syncs(self, staged: Staged, waited: tuple[SyncReason, ...]) -> tuple[Sync, ...]:
         """Where this step could not run ahead.  A wait holds up all its rows; hidden states only
         make the landing of those that want them later."""
-        wanting = len(staged.group.hidden_rows) + len(staged.pools)
+        wanting = len(staged.first.group.hidden_rows) + len(staged.pools)
+        if staged.late is not None:
+            wanting += len(staged.late.part.group.hidden_rows)
         if not waited and not wanting:
             return ()
         rows = len(staged.inputs.slots_dev)
@@ -373,81 +475,3 @@ class Runner:
                 self._verifier.enter(changes.joined_dev, limits_dev, changes.entering)
         for row, prompt_dev, outputs_dev in changes.counts:
             self._counts.start(row, prompt_dev, outputs_dev)
-
-    def _run_sampler(self, staged: Staged, box: StepBox, logits_dev: Tensor | None = None) -> None:
-        """`logits_dev` float32[r, vocab] where they have been computed; changed in place."""
-        with torch.inference_mode():
-            states = made(box.states_dev)
-            if self._verifier is None:
-                advance(staged.inputs, self._slots)
-            else:
-                advance_chunks(staged.inputs, self._slots)
-            for score in staged.scores:
-                rows = states[score.first : score.first + score.count]
-                targets = score.targets_dev
-                box.prompts.append(describe_hidden(self._model.logits, rows, targets, score.width))
-            if staged.pools:
-                box.sums_dev = state_sums(states, staged.pools)
-            box.tokens_dev = self._sample(staged, states, logits_dev, box)
-            if self._lengths is not None:
-                # a copy: the next step may change them while the copy stream still reads
-                box.lengths_dev = self._slots.length_dev.clone()
-            box.states_dev = None
-
-    def _sample(self, staged: Staged, given: Tensor, logits: Tensor | None, box: StepBox) -> Tensor:
-        step, group, verifier, states = staged.inputs, staged.group, self._verifier, given
-        slots_dev = step.slots_dev
-        if not len(slots_dev):
-            if verifier is not None:
-                verifier.nothing(step, given)
-            return slots_dev
-        if step.sampled_dev is not None:
-            states = states[step.sampled_dev]
-        if group.hidden_rows_dev is not None:
-            box.hidden_dev = states[group.hidden_rows_dev].float()
-        logits = self._logits(states, box.asked) if logits is None else logits
-        wanted = group.logprob_rows_dev
-        # a copy: sampling changes logits in place
-        raw = None if wanted is None else logits[wanted]
-        before = None
-        if verifier is None:
-            positions = self._slots.length_dev.index_select(0, slots_dev)
-        else:
-            positions = verifier.positions(step, made(box.asked))
-            before = verifier.before(step, made(box.asked)) if group.penalised else None
-        tokens = sample(logits, group, positions, self._counts, before)
-        if wanted is not None and raw is not None:
-            box.logprobs = describe(raw, tokens[wanted], group.logprob_width)
-        if verifier is not None:
-            answers = Answers(tokens, positions, given)
-            return self._take_runs(verifier, staged, box, answers)
-        self._relay.stash(slots_dev, tokens)
-        if self._hand_over is not None:
-            self._hand_over.give_back(staged.step, tokens)
-        self._bury(group, slots_dev, tokens, positions)
-        return tokens
-
-    def _logits(self, states: Tensor, asked: Asked | None) -> Tensor:
-        """float32[r, vocab] for states [r, hidden]; zeros of those that were not computed."""
-        verifier = self._verifier
-        if verifier is None or asked is None:
-            return self._model.logits(states)
-        computed = self._model.logits(verifier.computed(asked, states))
-        return verifier.spread(asked, computed)
-
-    def _take_runs(
-        self, verifier: Verifier, staged: Staged, box: StepBox, answers: Answers
-    ) -> Tensor:
-        group = staged.group
-        tokens = verifier.take(staged.inputs, made(box.asked), group.ends, answers)
-        if group.penalised is not None:
-            rows, owners = group.penalised.rows_dev, group.penalised.counts_dev
-            self._counts.count_where(owners, answers.tokens_dev[rows], tokens[rows] >= 0)
-        box.asked = None
-        return tokens
-
-    def _bury(
-        self, group: SampleGroup, slots_dev: Tensor, tokens: Tensor, positions: Tensor
-    ) -> None:
-        if group.ends is not None:
-            self._slots.bury(slots_dev, ended(group.ends, tokens, positions))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from stepahead.grammar.vocabulary import Vocabulary
+
 
 @dataclass(frozen=True)
 class RunnerSpec:
@@ -26,6 +28,7 @@ class RunnerSpec:
     drafter    "module:function" that is called with this, the slots' state and the model, and
                returns the drafter; "" for none
     draft_tokens  most drafts of a row in a step, 0 without a drafter
+    vocabulary  the bytes of the tokens, for grammars; None where no answer can keep to one
     """
 
     factory: str
@@ -49,6 +52,7 @@ class RunnerSpec:
     state_bytes: int = 0
     drafter: str = ""
     draft_tokens: int = 0
+    vocabulary: Vocabulary | None = None
 
     @property
     def width(self) -> int:

@@ -58,16 +58,56 @@ class PromptScore:
 
 
 @dataclass(frozen=True)
+class SampledPart:
+    """Positions of a step that are sampled together, and what their rows ask.
+
+    `at` int64 numpy[m]: which of the step's sampled positions, and on the device; None for all.
+    The rows in `group` are counted among these.
+    """
+
+    group: SampleGroup
+    at: np.ndarray | None = None
+    at_dev: Tensor | None = None
+
+    def pick(self, values: Tensor) -> Tensor:
+        """Of [r, ..] values, those of this part; a copy, where it is not all."""
+        return values if self.at_dev is None else values.index_select(0, self.at_dev)
+
+    def places(self, rows: np.ndarray) -> np.ndarray:
+        """`rows` int32[k] of `group` as positions of the step, int32[k]."""
+        return rows if self.at is None else self.at[rows].astype(np.int32)
+
+
+@dataclass(frozen=True)
+class LateRows:
+    """Rows that are sampled when their masks are there, m of them; the others don't wait.
+
+    `rows` int64[m]: which of the step's rows (those that decode, then the chunks that sample);
+    `slots`, `generations` int64[m]: whose they are; `widths` int64[m]: positions of each in `part`.
+    """
+
+    part: SampledPart
+    rows: np.ndarray
+    rows_dev: Tensor
+    slots: np.ndarray
+    generations: np.ndarray
+    widths: np.ndarray
+
+
+@dataclass(frozen=True)
 class Staged:
     """A plan on its way to the device; `blocks` are the names of the memory it lies in.
 
-    `sent`: it brought something, so that there was a copy.
+    `first` is sampled at once, `late` with its masks, if there are such rows.
+    `positions`: how many are sampled.  `sent`: it brought something, so that there was a copy.
     """
 
     step: int
     changes: StagedChanges
     inputs: StagedStep
-    group: SampleGroup
+    first: SampledPart
+    late: LateRows | None
+    positions: int
     scores: tuple[PromptScore, ...]
     pools: tuple[PromptPool, ...]
     blocks: tuple[str, ...]
@@ -107,7 +147,8 @@ class _Turn:
         self.rows = np.zeros(0, np.int64)
         self.rows_dev = torch.zeros(0, dtype=torch.int64, device=device.place)
         self.rows_block = _Standing(keep)
-        self.group: SampleGroup | None = None  # of the decode rows alone, while they stay
+        # of the decode rows alone, while they stay
+        self.parts: tuple[SampledPart, LateRows | None] | None = None
         self.group_block = _Standing(keep)
 
 
@@ -124,7 +165,10 @@ class Stager:
         keep: KeepAlive,
         eos_dev: Tensor | None,
         drafter: Drafter | None = None,
+        late: np.ndarray | None = None,
     ) -> None:
+        """`late` bool[num_slots]: whose rows wait for masks, as of the plan that is staged."""
+        self._late = np.zeros(spec.num_slots, np.bool_) if late is None else late
         self._device = device
         self._width = spec.width
         self._most = spec.max_pages * spec.page_size
@@ -154,7 +198,7 @@ class Stager:
         turn = self._turns[plan.step % len(self._turns)]
         changes = self._stage_changes(plan, block)
         self._stage_rows(plan, turn, block)
-        group = self._sample_group(plan, turn, block)
+        first, late = self._parts(plan, turn, block)
         inputs = self._stage_inputs(plan, turn, block)
         scores = self._prompt_scores(inputs, block) if self._scores else ()
         pools = self._prompt_pools(inputs) if self._scores else ()
@@ -163,7 +207,9 @@ class Stager:
             block.staging.send()
             blocks.add(block.staging.name)
         names, sent = tuple(sorted(blocks)), block.count > 0
-        return Staged(plan.step, changes, inputs, group, scores, pools, names, sent)
+        positions = len(inputs.slots) + len(turn.rows) * (self._width - 1)
+        parts = (first, late, positions)
+        return Staged(plan.step, changes, inputs, *parts, scores, pools, names, sent)
 
     def _stage_changes(self, plan: Plan, block: _Block) -> StagedChanges:
         for slot in plan.leaves.tolist():
@@ -209,23 +255,45 @@ class Stager:
             turn.rows_block.replace(block.staging.name)
         self._slots.computed[turn.rows] += self._width
 
-    def _sample_group(self, plan: Plan, turn: _Turn, block: _Block) -> SampleGroup:
+    def _parts(self, plan: Plan, turn: _Turn, block: _Block) -> tuple[SampledPart, LateRows | None]:
         table = plan.chunk_table
         sampling = table[table[:, 3] > 0, 0]
         if not plan.same_rows:
-            turn.group = None
-        if turn.group is not None and not len(sampling):
-            return turn.group
+            turn.parts = None
+        if turn.parts is not None and not len(sampling):
+            return turn.parts
         before = block.count
-        rows = turn.rows if self._width == 1 else np.repeat(turn.rows, self._width)
-        group = self._wishes.group(np.concatenate([rows, sampling]), block.add)
+        parts = self._split(turn.rows, sampling, block)
         if not len(sampling):
-            turn.group = group
+            turn.parts = parts
             if block.count > before:
                 turn.group_block.replace(block.staging.name)
             else:  # nothing of it lies on the device
                 turn.group_block.replace()
-        return group
+        return parts
+
+    def _split(
+        self, rows: np.ndarray, sampling: np.ndarray, block: _Block
+    ) -> tuple[SampledPart, LateRows | None]:
+        """Those sampled at once, and those sampled late, of slots int64[n] that decode and
+        int64[s] whose chunks sample."""
+        owners = np.concatenate([rows, sampling])
+        widths = np.repeat([self._width, 1], [len(rows), len(sampling)])
+        late = self._late[owners]
+        slots = owners if self._width == 1 else np.repeat(owners, widths)
+        if not late.any():
+            return SampledPart(self._wishes.group(slots, block.add)), None
+        each = np.repeat(late, widths)
+        part = self._part(slots, each.nonzero()[0], block)
+        places = late.nonzero()[0]
+        whose = owners[places]
+        generations = np.array([self._joins[slot].generation for slot in whose.tolist()])
+        rest = self._part(slots, (~each).nonzero()[0], block)
+        late_rows = LateRows(part, places, block.add(places), whose, generations, widths[places])
+        return rest, late_rows
+
+    def _part(self, slots: np.ndarray, at: np.ndarray, block: _Block) -> SampledPart:
+        return SampledPart(self._wishes.group(slots[at], block.add), at, block.add(at))
 
     def _stage_inputs(self, plan: Plan, turn: _Turn, block: _Block) -> StagedStep:
         rows, rows_dev = turn.rows, turn.rows_dev

@@ -29,7 +29,6 @@ from torch.nn import functional as F
 
 from stepahead.model.batch import StepInputs
 from stepahead.runner.draft import NONE, Brought, Drafter
-from stepahead.runner.ends import Ends, ended
 from stepahead.runner.inputs import StagedStep, seated_inputs, with_chunks
 from stepahead.runner.relay import Relay
 from stepahead.runner.slots import SlotState
@@ -96,6 +95,14 @@ class Run:
     ended_dev: Tensor
 
 
+def cut(asked: Asked, rows_dev: Tensor, counts_dev: Tensor) -> Asked:
+    """The same, but that of rows int64[m] only the first int64[m] drafts are there."""
+    places = torch.arange(asked.open_dev.shape[1], device=rows_dev.device)
+    is_open = asked.open_dev.clone()
+    is_open[rows_dev] &= places <= counts_dev.unsqueeze(1)
+    return replace(asked, open_dev=is_open)
+
+
 def accept(asked: Asked, sampled_dev: Tensor, ends_dev: Tensor) -> Run:
     """The runs of rows that sampled int64[n, width], where bool[n, width] says which of these would
     end them."""
@@ -110,12 +117,14 @@ def accept(asked: Asked, sampled_dev: Tensor, ends_dev: Tensor) -> Run:
 
 @dataclass(frozen=True)
 class Answers:
-    """What was sampled, `tokens_dev` int64[r], to stand at `positions_dev` int64[r]; and what of,
-    `states_dev` as in `Brought`."""
+    """What was sampled, `tokens_dev` int64[r], to stand at `positions_dev` int64[r]; what of,
+    `states_dev` as in `Brought`; and which of them end their rows, `over_dev` bool[r], None for
+    none."""
 
     tokens_dev: Tensor
     positions_dev: Tensor
     states_dev: Tensor
+    over_dev: Tensor | None
 
 
 class Verifier:
@@ -175,34 +184,41 @@ class Verifier:
         ends = self._slots.length_dev.index_select(0, alone)
         return torch.cat([asked.positions_dev.view(-1) + 1, ends])
 
-    def before(self, step: StagedStep, asked: Asked) -> Tensor:
-        """int64[r, k]: the drafts that stand between what is known and each sampled position."""
+    def before(self, asked: Asked, positions: int) -> Tensor:
+        """int64[r, k]: the drafts that stand between what is known and each of the `positions`
+        that are sampled, r of them."""
         n, width = asked.tokens_dev.shape
         drafts = asked.tokens_dev[:, None, 1:].expand(n, width, width - 1)
         reached = torch.ones((width, width - 1), device=drafts.device).tril(-1) > 0
         before = drafts.masked_fill(~reached, NONE).reshape(n * width, width - 1)
-        return F.pad(before, (0, 0, 0, len(step.slots_dev) - n), value=NONE)
+        return F.pad(before, (0, 0, 0, positions - n * width), value=NONE)
 
     def nothing(self, step: StagedStep, states_dev: Tensor) -> None:
         """The step has sampled nobody; the drafter hears of its prompt positions all the same."""
         none = step.slots_dev
         self._drafter.propose(Brought(none, none, none, none, none, step, states_dev))
 
-    def take(self, step: StagedStep, asked: Asked, ends: Ends | None, answers: Answers) -> Tensor:
-        """The result's tokens int64[r].  Rows grow by their runs, those that end are buried, and
-        the next step finds each slot's newest token with drafts in the relay."""
+    def runs(self, asked: Asked, answers: Answers) -> tuple[Run, Tensor]:
+        """What came of the rows, and the result's tokens int64[r]; nothing is changed."""
+        n, width = asked.tokens_dev.shape
+        split = n * width
+        tokens, over = answers.tokens_dev, answers.over_dev
+        ends = torch.zeros_like(tokens, dtype=torch.bool) if over is None else over
+        run = accept(asked, tokens[:split].view(n, width), ends[:split].view(n, width))
+        return run, torch.cat([run.tokens_dev.view(-1), tokens[split:]])
+
+    def take(self, step: StagedStep, asked: Asked, answers: Answers) -> tuple[Tensor, Tensor]:
+        """The result's tokens int64[r], and each slot's drafts int64[m, k] of the next step.  Rows
+        grow by their runs, those that end are buried, and the next step finds each slot's newest
+        token with drafts in the relay."""
         slots, slots_dev, rows_dev = self._slots, step.slots_dev, step.rows_dev
         n, width = asked.tokens_dev.shape
         split = n * width
-        tokens, positions = answers.tokens_dev, answers.positions_dev
-        over = torch.zeros_like(tokens, dtype=torch.bool)
-        if ends is not None:
-            over = ended(ends, tokens, positions)
-        run = accept(asked, tokens[:split].view(n, width), over[:split].view(n, width))
+        tokens, positions, over = answers.tokens_dev, answers.positions_dev, answers.over_dev
+        run, result = self.runs(asked, answers)
         slots.length_dev.index_add_(0, rows_dev, run.counts_dev)
-        if ends is not None:
+        if over is not None:
             slots.bury(slots_dev, torch.cat([run.ended_dev, over[split:]]))
-        result = torch.cat([run.tokens_dev.view(-1), tokens[split:]])
         brought = Brought(
             slots_dev,
             slots.length_dev.index_select(0, slots_dev),
@@ -215,4 +231,4 @@ class Verifier:
         newest = torch.cat([run.newest_dev, tokens[split:]])
         drafts = self._drafter.propose(brought)
         self._relay.stash(slots_dev, torch.cat([newest.unsqueeze(1), drafts], 1))
-        return result
+        return result, drafts

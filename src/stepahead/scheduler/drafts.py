@@ -60,10 +60,14 @@ class RunSettler:
         self._rows = self._drafted = self._proposed = 0
         self._accepted_at = np.zeros(width - 1, np.int64)
 
-    def rows(self, rows: RowSet, tokens: np.ndarray) -> Runs:
-        """Decode rows and their int32[n * width] tokens, as in a Result."""
+    def rows(self, rows: RowSet, tokens: np.ndarray, ended: np.ndarray) -> Runs:
+        """Decode rows and their int32[n * width] tokens, as in a Result; so is `ended` int32[e, 2]:
+        runs that end after so many tokens."""
         block = tokens.reshape(-1, self.table.width)
         counts, room = self._new(rows, block)
+        if len(ended):
+            row, most = ended[ended[:, 0] < rows.count].T
+            counts[row] = np.minimum(counts[row], most)
         self.table.land_runs(rows, counts, block)
         kept, heard = self._heard(rows, counts, block)
         finishes = self._stopped(rows, block, counts, heard)

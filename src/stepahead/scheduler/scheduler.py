@@ -20,6 +20,7 @@ from stepahead.scheduler.check import check, check_at_rest
 from stepahead.scheduler.drafts import RunSettler, with_chunks
 from stepahead.scheduler.heard import Heard, Launched
 from stepahead.scheduler.lifetime import Entry, Lifetime, Standing, Witness
+from stepahead.scheduler.parts import split
 from stepahead.scheduler.policy import Limits, output_limit, spare_pages
 from stepahead.scheduler.rows import DecodeRows
 from stepahead.scheduler.settle import HeardTokens, Settler
@@ -344,12 +345,21 @@ class Scheduler:
     # --- retire ---------------------------------------------------------------------------
 
     def retire(self, plan: Plan, result: Result) -> Outputs:
-        """Applies what a step brought; only here do tokens become known, and pages free."""
+        """Applies what a step brought, or a part of it; only here do tokens become known, and pages
+        free."""
         oldest = self._step - len(self._launched)  # plans are numbered in a row
         assert oldest == plan.step == result.step, "flights retire in the order of launch"
-        launched = self._launched.popleft()
+        launched = self._launched[0]
+        if result.part == "whole":
+            self._launched.popleft()
+        else:
+            launched, result = self._part(launched, result)
+        failed = self._failed(launched, result) if result.failed else []
         heard = Heard(self.table, launched) if result.has_extras else None
         news, requests, finishes = self._apply(launched, result, heard)
+        finishes = [*failed, *finishes]
+        if len(result.ended):
+            finishes += self._complete(launched, result)
         for slot in launched.ending:
             entry = self.life.entries[slot]
             if entry is not None and entry.standing is not Standing.ENDED:
@@ -366,6 +376,33 @@ class Scheduler:
         told = (rows, prompts, hidden, pooled, requests)
         return Outputs(plan.step, rids, tokens, first, ended, *told)
 
+    def _part(self, launched: Launched, result: Result) -> tuple[Launched, Result]:
+        """The flight goes on with whom the part leaves out."""
+        last = result.part == "last"
+        launched, rest, result = split(launched, result, last)
+        if last:
+            self._launched.popleft()
+        else:
+            self._launched[0] = rest
+        return launched, result
+
+    def _live(self, launched: Launched, row: int) -> Entry | None:
+        """Who waits for a sampled row of a flight, if anybody does."""
+        count, chunks = launched.rows.count, launched.chunks
+        slot = launched.rows.slots[row] if row < count else chunks[chunks[:, 3] > 0][row - count, 0]
+        entry = self.life.entries[int(slot)]
+        return None if entry is None or entry.standing is Standing.ENDED else entry
+
+    def _failed(self, launched: Launched, result: Result) -> list[Finish]:
+        """Ends the requests that can't go on, before their void tokens are heard."""
+        owners = ((self._live(launched, failure.row), failure.error) for failure in result.failed)
+        return [self._end(entry, "error", error=error) for entry, error in owners if entry]
+
+    def _complete(self, launched: Launched, result: Result) -> list[Finish]:
+        """Ends the requests whose grammar is complete, unless something else has."""
+        owners = (self._live(launched, row) for row in result.ended_table[:, 0].tolist())
+        return [self._end(entry, "stop") for entry in owners if entry]
+
     def _apply(
         self, launched: Launched, result: Result, heard: Heard | None
     ) -> tuple[HeardTokens, np.ndarray | None, list[Finish]]:
@@ -378,7 +415,7 @@ class Scheduler:
             if len(chunks):
                 news = news.joined(self._settler.chunks(chunks, result.tokens[split:]))
             return news, None, self._stopped(news)
-        runs = self._runs.rows(rows, result.tokens[:split])
+        runs = self._runs.rows(rows, result.tokens[:split], result.ended_table)
         if heard is not None:
             heard.spread(runs.kept, rows.count)
         finishes = runs.finishes

@@ -114,10 +114,10 @@ def watch_runner(runner: Runner, watch: Stopwatch) -> None:
         (runner._stager, "stage", "stage"),
         (runner, "_copy_out", "read back start"),
         (runner, "_run_model", "device"),
-        (runner, "_run_sampler", "device"),
+        (runner._sampling, "first", "device"),
         (runner._relay, "resolve", "relay"),
         (runner._relay, "stash", "relay"),
-        (runner, "_bury", "relay"),
+        (runner._slots, "bury", "relay"),
     )
     for owner, method, name in parts:
         setattr(owner, method, watch.timed(name, getattr(owner, method)))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from stepahead.device.copier import CopyThread, Mark
+from stepahead.device.side import SideThread, Mark
 from stepahead.errors import EngineClosed
 
 FORWARD_S, COPY_S, STEPS = 0.02, 0.012, 12
@@ -28,8 +28,8 @@ class Forward:
 
 
 @pytest.fixture
-def thread() -> Iterator[CopyThread]:
-    copier = CopyThread()
+def thread() -> Iterator[SideThread]:
+    copier = SideThread()
     yield copier
     copier.close()
     assert "stepahead-copy" not in {thread.name for thread in threading.enumerate()}
@@ -51,7 +51,7 @@ def cadence_s(launch: Callable[[int, Callable[[], None]], Callable[[], None]]) -
     return min(found)
 
 
-def test_the_cadence_is_the_forwards(thread: CopyThread) -> None:
+def test_the_cadence_is_the_forwards(thread: SideThread) -> None:
     def aside(step: int, over: Callable[[], None]) -> Callable[[], None]:
         thread.do(over)
         thread.do(lambda: time.sleep(COPY_S))
@@ -66,7 +66,7 @@ def test_the_cadence_is_the_forwards(thread: CopyThread) -> None:
     assert cadence_s(blocking) >= FORWARD_S + COPY_S
 
 
-def test_jobs_run_in_order_off_the_callers_thread(thread: CopyThread) -> None:
+def test_jobs_run_in_order_off_the_callers_thread(thread: SideThread) -> None:
     ran: list[tuple[int, str]] = []
     for number in range(50):
         thread.do(lambda number=number: ran.append((number, threading.current_thread().name)))
@@ -77,7 +77,7 @@ def test_jobs_run_in_order_off_the_callers_thread(thread: CopyThread) -> None:
     assert 0 <= time.perf_counter_ns() - mark.at_ns() < 60e9
 
 
-def test_a_mark_waits_for_the_jobs_before_it_alone(thread: CopyThread) -> None:
+def test_a_mark_waits_for_the_jobs_before_it_alone(thread: SideThread) -> None:
     go, later = threading.Event(), threading.Event()
     thread.do(lambda: waited(go))
     first = thread.mark()
@@ -97,7 +97,7 @@ def waited(event: threading.Event) -> None:
 
 @pytest.mark.parametrize("kind", [ValueError, SystemExit])
 def test_a_failed_copy_raises_where_it_is_waited_for(
-    thread: CopyThread, kind: type[BaseException]
+    thread: SideThread, kind: type[BaseException]
 ) -> None:
     ran: list[int] = []
 
@@ -121,14 +121,14 @@ def test_what_begins_the_thread_may_fail_too() -> None:
     def begin() -> None:
         raise RuntimeError("no such device")
 
-    thread = CopyThread(begin)
+    thread = SideThread(begin)
     with pytest.raises(RuntimeError, match="no such device"):
         thread.mark().wait()
     thread.close()
 
 
 def test_closing_drops_what_waits_and_lets_everybody_go() -> None:
-    thread, ran, go = CopyThread(), [], threading.Event()
+    thread, ran, go = SideThread(), [], threading.Event()
     stuck_in(thread, go)
     marks = []
     for number in range(200):
@@ -143,7 +143,7 @@ def test_closing_drops_what_waits_and_lets_everybody_go() -> None:
 
 
 def test_closing_does_not_wait_for_a_copy_that_never_ends() -> None:
-    thread, forever = CopyThread(), threading.Event()
+    thread, forever = SideThread(), threading.Event()
     stuck_in(thread, forever)
     marks = [thread.mark() for _ in range(100)]
     heard: list[BaseException] = []
@@ -159,7 +159,7 @@ def test_closing_does_not_wait_for_a_copy_that_never_ends() -> None:
     forever.set()
 
 
-def stuck_in(thread: CopyThread, event: threading.Event) -> None:
+def stuck_in(thread: SideThread, event: threading.Event) -> None:
     """A job that has begun and ends with the event."""
     begun = threading.Event()
     thread.do(lambda: (begun.set(), waited(event))[1])
@@ -181,7 +181,7 @@ def raised(mark: Mark) -> BaseException:
 
 
 def test_an_earlier_failure_is_not_hidden_by_closing() -> None:
-    thread = CopyThread()
+    thread = SideThread()
 
     def fails() -> None:
         raise ValueError("copy failed")
