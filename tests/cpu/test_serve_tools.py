@@ -42,7 +42,7 @@ RANDOM: dict[str, Any] = {"model": "toy", "temperature": 1.0, "max_tokens": 300}
 
 
 def model(folder: Path, template: str, special_tags: bool = False) -> str:
-    return str(chat_model(tiny_llama(folder), template, special_tags))
+    return str(chat_model(tiny_llama(folder, max_len=4096), template, special_tags))
 
 
 @pytest.fixture(scope="module", params=list(TEMPLATES))

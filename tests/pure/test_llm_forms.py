@@ -205,6 +205,31 @@ def test_tags_that_are_tokens_are_told_and_other_special_tokens_are_not(
             assert without_ids(output.message or {}) == without_ids(form.message(want))
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_an_answer_that_its_grammar_ends_has_its_last_token(streaming: bool) -> None:
+    """Without a grammar a stop without a reason is an end of sequence, which is no text."""
+    texts = ToyTexts(90)
+    reader = Reader(texts, 90, texts.eos_ids)
+    params = SamplingParams(structured_outputs=StructuredOutputs(regex="ab?"))
+    held = reader.hold(Prompt([9]), params)
+    assert held.grammar is not None
+    a, b, eos = 2, 3, 1
+    for prompt, tokens, stop, want in (
+        (held, [a, b], None, "ab"),
+        (held, [a, eos], None, "a"),
+        (held, [a, b], b, "a"),
+        (Prompt([9]), [a, eos], None, "a"),
+        (held, [], None, ""),
+    ):
+        collector = Collector(texts)
+        collector.open("q", prompt, params, [1], streaming)
+        ended = Finish(1, "stop", np.array(tokens, np.int32), stop)
+        columns = np.zeros(0, np.int64), np.zeros(0, np.int32)
+        news = collector.take(Outputs(0, *columns, finishes=(ended,)))
+        assert news.done[0][1].outputs[0].text == want
+        assert "".join(delta.text for delta in news.deltas) == want * streaming
+
+
 def test_a_whole_answer_is_told_as_openai_does() -> None:
     collector, form = Collector(ToyTexts(90)), Form(tuple(map(Tool.of, TOOLS)), "hermes", True)
     text = '<think>\nhm\n</think>\n\n<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
@@ -229,7 +254,7 @@ def test_a_whole_answer_is_told_as_openai_does() -> None:
     assert "reasoning_content" not in reply(text, include_reasoning=False)["message"]
     cut = reply(text[:-14], "length")
     assert cut["finish_reason"] == "length"
-    assert cut["message"]["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
+    assert cut["message"]["tool_calls"][0]["function"]["arguments"] == '{"a": 1'
     assert reply("Hello")["message"]["content"] == "Hello"
     assert reply("<think>hm")["message"]["content"] == ""
     assert "tool_calls" not in reply("Hello")["message"]

@@ -23,13 +23,15 @@ _NOT_EXTRA = ("messages", "add_generation_prompt", "special_tokens")
 class Prompt:
     """Token ids, and the text they are of where there is one.
 
-    `grammar` is what the answer keeps to, `form` what is told apart in it, if anything.
+    `grammar` is what the answer keeps to, and ends with, or with one of `eos_ids`, which are no
+    text of it; `form` is what is told apart in it, if anything.
     """
 
     ids: list[int]
     text: str | None = None
     grammar: Grammar | None = None
     form: Form | None = None
+    eos_ids: frozenset[int] = frozenset()
 
 
 def prompt_list(prompts: Any) -> list[Any]:

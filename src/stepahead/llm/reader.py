@@ -51,7 +51,7 @@ class Reader:
         self.vocab_size = vocab_size
         self.tool_format = tool_format_of(tool_parser, texts.chat_template)
         self.thinks = thinks_of(reasoning_parser, texts.chat_template)
-        self._eos_ids = eos_ids
+        self._eos_ids = frozenset(eos_ids)
 
     @functools.cached_property
     def _special(self) -> dict[str, int]:
@@ -59,7 +59,7 @@ class Reader:
 
     @functools.cached_property
     def _compiler(self) -> GrammarCompiler:
-        return GrammarCompiler(Vocabulary.of(self.texts, self.vocab_size, self._eos_ids))
+        return GrammarCompiler(Vocabulary.of(self.texts, self.vocab_size, sorted(self._eos_ids)))
 
     def hold(self, prompt: Prompt, params: SamplingParams, param: str = _OWN) -> Prompt:
         """The prompt with the grammar that `params.structured_outputs` asks for.
@@ -74,7 +74,7 @@ class Reader:
             raise InvalidParameter(f"{param}: {error}", param) from error
         if prompt.form is not None and prompt.form.thinks:
             grammar = self._behind_reasoning(grammar, prompt.form, param)
-        return replace(prompt, grammar=grammar)
+        return replace(prompt, grammar=grammar, eos_ids=self._eos_ids)
 
     def read_chat(
         self,
@@ -102,7 +102,8 @@ class Reader:
         form = self._form(prompt, tools)
         found = self.hold(replace(prompt, form=form), params, param)
         if tools is not None:
-            found = replace(found, grammar=self._hold_calls(tools, form))
+            grammar = self._hold_calls(tools, form)
+            found = replace(found, grammar=grammar, eos_ids=self._eos_ids)
         return found if parse else replace(found, form=None)
 
     def _form(self, prompt: Prompt, tools: ToolWish | None) -> Form | None:

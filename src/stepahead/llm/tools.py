@@ -31,7 +31,7 @@ def read_tools(tools: Any, choice: Any = None, parallel: bool = True) -> ToolWis
     Raises InvalidParameter ("tools" or "tool_choice").
     """
     wanted = _choice(choice)
-    if tools is not None and not isinstance(tools, list | tuple):
+    if tools is not None and not isinstance(tools, (list, tuple)):
         raise InvalidParameter("tools must be a list of tools", "tools")
     if not tools:
         if wanted not in ("none", "auto"):
