@@ -91,7 +91,7 @@ def test_what_can_not_be_held_is_refused_with_its_prompts_place(llm: LLM) -> Non
 
 def test_a_model_that_reasons_first_is_told_apart(tmp_path: Path) -> None:
     folder = chat_model(tiny_llama(tmp_path), THINKING, special_tags=True)
-    params = msgspec.structs.replace(held(choice=["yes", "no"]), n=4, logit_bias={501: 6.0})
+    params = msgspec.structs.replace(held(choice=["yes", "no"]), n=4, logit_bias={501: 3.0, 2: 8.0})
     with LLM(folder, **OPTIONS) as llm:
         (output,) = llm.chat(HELLO, params)
         done = [choice for choice in output.outputs if choice.finish_reason == "stop"]

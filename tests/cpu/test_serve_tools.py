@@ -38,7 +38,9 @@ PAINT: Any = {
 STOP: Any = {"type": "function", "function": {"name": "stop", "strict": True}}
 TOOLS = [PAINT, STOP]
 SCHEMAS = {"paint": COLOUR, "stop": {"type": "object", "maxProperties": 0}}
-RANDOM: dict[str, Any] = {"model": "toy", "temperature": 1.0, "max_tokens": 300}
+# an end that is allowed is taken at once
+END: Any = {"2": 8}
+RANDOM: dict[str, Any] = {"model": "toy", "temperature": 1.0, "max_tokens": 300, "logit_bias": END}
 
 
 def model(folder: Path, template: str, special_tags: bool = False) -> str:
@@ -48,6 +50,14 @@ def model(folder: Path, template: str, special_tags: bool = False) -> str:
 @pytest.fixture(scope="module", params=list(TEMPLATES))
 def server(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Inside]:
     folder = model(tmp_path_factory.mktemp(request.param), TEMPLATES[request.param])
+    with inside(**OPTIONS, model=folder) as found:
+        yield found
+        found.rest()
+
+
+@pytest.fixture(scope="module")
+def plain_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Inside]:
+    folder = model(tmp_path_factory.mktemp("plain"), TEMPLATES["hermes"])
     with inside(**OPTIONS, model=folder) as found:
         yield found
         found.rest()
@@ -68,6 +78,13 @@ def client_of(server: Inside) -> openai.OpenAI:
 @pytest.fixture
 def client(server: Inside) -> Iterator[openai.OpenAI]:
     with client_of(server) as found:
+        yield found
+
+
+@pytest.fixture
+def plain(plain_server: Inside) -> Iterator[openai.OpenAI]:
+    """Of one format, for what knows none."""
+    with client_of(plain_server) as found:
         yield found
 
 
@@ -117,26 +134,26 @@ STRUCTURES: list[tuple[dict[str, Any], Any]] = [
 ]
 
 
-def test_an_answer_is_what_each_field_says_it_must_be(client: openai.OpenAI) -> None:
+def test_an_answer_is_what_each_field_says_it_must_be(plain: openai.OpenAI) -> None:
     for place, (fields, holds) in enumerate(STRUCTURES):
         asked = RANDOM | fields | {"seed": place}
-        said = client.chat.completions.create(messages=HELLO, n=2, **asked)
+        said = plain.chat.completions.create(messages=HELLO, n=2, **asked)
         for choice in said.choices:
             assert choice.finish_reason == "stop"
             assert holds(choice.message.content), fields
-        pieces = list(client.chat.completions.create(messages=HELLO, stream=True, **asked))
+        pieces = list(plain.chat.completions.create(messages=HELLO, stream=True, **asked))
         told = "".join(piece.choices[0].delta.content or "" for piece in pieces)
         assert told == said.choices[0].message.content
         if "response_format" in asked:
             asked["extra_body"] = {"response_format": asked.pop("response_format")}
-        done = client.completions.create(prompt=["Hello", [5, 6]], **asked)
+        done = plain.completions.create(prompt=["Hello", [5, 6]], **asked)
         assert all(holds(choice.text) for choice in done.choices)
 
 
-def test_any_json_object_is_one_or_is_told_as_cut(client: openai.OpenAI) -> None:
+def test_any_json_object_is_one_or_is_told_as_cut(plain: openai.OpenAI) -> None:
     finished = 0
-    for seed in range(6):
-        said = client.chat.completions.create(
+    for seed in range(4):
+        said = plain.chat.completions.create(
             messages=HELLO, response_format={"type": "json_object"}, **RANDOM, seed=seed
         )
         (choice,) = said.choices
@@ -156,17 +173,17 @@ class Colour(pydantic.BaseModel):
     share: Literal[1, 2, 3]
 
 
-def test_the_clients_own_parsing_of_a_structure(client: openai.OpenAI) -> None:
-    said = client.chat.completions.parse(messages=HELLO, response_format=Colour, **RANDOM, seed=3)
+def test_the_clients_own_parsing_of_a_structure(plain: openai.OpenAI) -> None:
+    said = plain.chat.completions.parse(messages=HELLO, response_format=Colour, **RANDOM, seed=3)
     assert isinstance(said.choices[0].message.parsed, Colour)
 
 
-def test_an_answer_cut_in_the_middle_is_told_as_it_is(client: openai.OpenAI) -> None:
+def test_an_answer_cut_in_the_middle_is_told_as_it_is(plain: openai.OpenAI) -> None:
     fields = RANDOM | {"max_tokens": 3, "tools": TOOLS, "tool_choice": "required", "seed": 1}
-    (choice,) = client.chat.completions.create(messages=HELLO, **fields).choices
+    (choice,) = plain.chat.completions.create(messages=HELLO, **fields).choices
     assert choice.finish_reason == "length"
     held = {"messages": HELLO, "max_tokens": 3, "temperature": 1.0, "model": "toy"}
-    ask: Any = client.chat.completions.create
+    ask: Any = plain.chat.completions.create
     (choice,) = ask(**held, extra_body={"guided_json": COLOUR}).choices
     assert choice.finish_reason == "length"
     assert choice.message.content
@@ -195,7 +212,7 @@ def test_calls_are_valid_whole_and_streamed(
     client: openai.OpenAI, fields: Any, names: set[str], most: int
 ) -> None:
     ends = []
-    for seed in range(3):
+    for seed in range(2):
         asked = RANDOM | fields | {"messages": HELLO, "tools": TOOLS, "seed": seed}
         (choice,) = client.chat.completions.create(**asked).choices
         chunks = list(client.chat.completions.create(stream=True, **asked))
@@ -214,9 +231,9 @@ def test_calls_are_valid_whole_and_streamed(
 
 def test_a_model_that_may_call_says_what_it_likes(client: openai.OpenAI) -> None:
     asked: Any = RANDOM | {"messages": HELLO, "max_tokens": 20, "seed": 4}
-    plain = client.chat.completions.create(**asked, tools=TOOLS, tool_choice="none")
+    none = client.chat.completions.create(**asked, tools=TOOLS, tool_choice="none")
     bare = client.chat.completions.create(**asked)
-    assert plain.choices[0].message.content == bare.choices[0].message.content
+    assert none.choices[0].message.content == bare.choices[0].message.content
     said = client.chat.completions.create(**asked, tools=TOOLS)
     assert said.choices[0].finish_reason in ("stop", "length", "tool_calls")
     for strict in (True, False):
@@ -320,32 +337,32 @@ def test_many_clients_at_once_each_have_their_own_calls(server: Inside) -> None:
     ],
 )
 def test_what_can_not_be_honoured_is_refused_by_its_field(
-    client: openai.OpenAI, param: str, fields: Any
+    plain: openai.OpenAI, param: str, fields: Any
 ) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
-        client.chat.completions.create(**RANDOM | {"messages": HELLO} | fields)
+        plain.chat.completions.create(**RANDOM | {"messages": HELLO} | fields)
     assert refused.value.param == param
 
 
 def test_a_grammar_that_nothing_can_go_on_with_ends_its_request_alone(
-    client: openai.OpenAI,
+    plain: openai.OpenAI,
 ) -> None:
     dead: Any = {"guided_grammar": 'start: "aaaa" X\nX: /b/ & /c/'}
     asked: Any = RANDOM | {"messages": HELLO}
     with pytest.raises(openai.InternalServerError) as failed:
-        client.chat.completions.create(**asked, extra_body=dead)
+        plain.chat.completions.create(**asked, extra_body=dead)
     assert failed.value.code == "answer_failed"
-    stream = client.chat.completions.create(**asked, extra_body=dead, stream=True)
+    stream = plain.chat.completions.create(**asked, extra_body=dead, stream=True)
     with pytest.raises(openai.APIError):
         list(stream)
-    assert client.chat.completions.create(**asked, extra_body={"regex": "a"}).choices
+    assert plain.chat.completions.create(**asked, extra_body={"regex": "a"}).choices
 
 
 # --- reasoning --------------------------------------------------------------------------------
 
 END_THINK = 501
-# so likely that it comes soon, and so unlikely that it does not come at once
-SOON: Any = {"logit_bias": {str(END_THINK): 6}}
+# so likely that it comes soon, and not so likely that it comes at once
+SOON: Any = {"logit_bias": END | {str(END_THINK): 3}}
 
 
 def test_reasoning_is_told_apart_and_what_is_held_begins_behind_it(
@@ -372,7 +389,8 @@ def test_calls_come_behind_the_reasoning(thinking: openai.OpenAI) -> None:
     called = 0
     for seed in range(4):
         asked: Any = RANDOM | {"messages": HELLO, "tools": TOOLS, "tool_choice": "required"}
-        (choice,) = thinking.chat.completions.create(**asked, **SOON, seed=seed).choices
+        asked |= SOON | {"seed": seed}
+        (choice,) = thinking.chat.completions.create(**asked).choices
         if choice.finish_reason == "tool_calls":
             check_calls(choice.message, {"paint", "stop"}, 99)
             called += 1

@@ -88,8 +88,8 @@ MUTATIONS = [
         "the engine lets anybody wait for pages",
         "a queue behind a full pool that nobody was told of",
         "serve/back.py",
-        "wait=may_wait)",
-        "wait=True)",
+        "wait=may_wait, ",
+        "wait=True, ",
         _INSIDE + "test_a_pool_that_is_nearly_full_refuses_who_would_wait",
     ),
     Mutation(
@@ -176,8 +176,8 @@ MUTATIONS = [
         "log-probabilities are lost in a form of events",
         "fields that were asked for and never come",
         "serve/streams.py",
-        " or delta.logprobs is not None:\n",
-        ":\n",
+        " and delta.logprobs is None\n",
+        "\n",
         _STREAMS + "test_an_event_that_brings_more_than_text_is_not_made_from_a_form[text]",
     ),
     Mutation(
