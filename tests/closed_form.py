@@ -8,6 +8,7 @@ Written from the docstrings of the toy model, of the noise and of `SamplingParam
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice, product
@@ -116,6 +117,7 @@ class Place:
     prompt: list[int]
     outputs: list[int]
     ends: frozenset[int]  # ids that end the request, banned below min_tokens
+    allowed: set[int] | None = None  # what its grammar lets come, None where it has none
 
     @property
     def position(self) -> int:
@@ -126,6 +128,11 @@ class Place:
 def choose(logits: np.ndarray, params: Any, place: Place) -> tuple[int, bool]:
     """The token for float64[v] logits, and whether it is sure."""
     scores = _penalised(_edited(logits, params, place), params, place)
+    if place.allowed is not None:
+        forbidden = [token for token in range(len(scores)) if token not in place.allowed]
+        scores[forbidden] = -np.inf
+        if not np.isfinite(scores).any():
+            return -1, False
     if params.temperature < 1e-5:
         return _best(scores)
     scores = scores / params.temperature
@@ -212,8 +219,19 @@ class Answer:
     hidden: list[float] = field(default_factory=list)
 
 
-def complete(toy: Toy, prompt: list[int], params: Any, seed: int, choice: int = 0) -> Answer:
-    """Runs one request to its end."""
+Allowed = Callable[[list[int]], set[int]]
+
+
+def complete(
+    toy: Toy,
+    prompt: list[int],
+    params: Any,
+    seed: int,
+    choice: int = 0,
+    allowed: Allowed | None = None,
+) -> Answer:
+    """Runs one request to its end.  `allowed` says which tokens may come after outputs; none when
+    the answer is complete."""
     answer = Answer()
     if params.prompt_logprobs is not None and choice == 0:
         answer.prompt_logits = [
@@ -227,8 +245,12 @@ def complete(toy: Toy, prompt: list[int], params: Any, seed: int, choice: int = 
     while len(answer.tokens) < most:
         state = state_of(np.array(prompt + answer.tokens))
         logits = logits_of(state, toy.vocab_size)
-        place = Place(seed, choice, prompt, answer.tokens, ends)
+        may = None if allowed is None else allowed(answer.tokens)
+        place = Place(seed, choice, prompt, answer.tokens, ends, may)
         token, clear = choose(logits, params, place)
+        if token < 0:  # nothing may come
+            answer.reason = "error"
+            break
         sure &= clear
         answer.tokens.append(token)
         answer.logits.append(logits)
@@ -238,6 +260,9 @@ def complete(toy: Toy, prompt: list[int], params: Any, seed: int, choice: int = 
             answer.reason = "stop"
             told, answer.stop_end_bytes = stop
             answer.stop_reason = told if isinstance(told, str) or told in named else None
+            break
+        if allowed is not None and not allowed(answer.tokens):
+            answer.reason = "stop"
             break
     return answer
 

@@ -141,6 +141,7 @@ def paper(settled: Resolved, toy: Toy) -> Executor:
 def runner_spec(settled: Resolved, draft: str = "") -> RunnerSpec:
     """The RunnerSpec of the toy for a configuration; `draft` as in Variant."""
     from stepahead.runner.spec import RunnerSpec
+    from structured import toy_vocabulary
 
     config, length = settled.config, settled.model_len
     return RunnerSpec(
@@ -161,6 +162,7 @@ def runner_spec(settled: Resolved, draft: str = "") -> RunnerSpec:
         stages=config.pipeline_stages,
         drafter="stepahead.runner.ngram:NgramDrafter" if draft == "ngram" else draft,
         draft_tokens=config.step_width - 1,
+        vocabulary=toy_vocabulary(settled.facts.vocab_size),
     )
 
 

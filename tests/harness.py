@@ -24,6 +24,7 @@ from stepahead.errors import RequestError
 from stepahead.scheduler.check import check as check_balance
 from stepahead.scheduler.lifetime import Entry
 from stepahead.scheduler.scheduler import Scheduler
+from stepahead.structured import Grammar
 from stepahead.types import Finish, HiddenRows, LogprobRows, Outputs, StateSums
 from workloads import Abort, Ask, Workload, workload
 
@@ -136,7 +137,7 @@ class Client:
 
     def _add(self, index: int, ask: Ask) -> None:
         try:
-            rids = self.engine.add(list(ask.prompt), ask.params)
+            rids = self.engine.add(list(ask.prompt), ask.params, grammar=self._grammar(ask))
         except RequestError as error:
             self.run.told[index, 0] = Told(refused=str(error))
             self.run.counts["refused"] += 1
@@ -147,6 +148,15 @@ class Client:
             self.run.told[who] = Told(seed=self.engine.scheduler._entries[rid].request.seed)
             if ask.abort is not None:
                 self._aborts.append((who, ask.abort))
+
+    def _grammar(self, ask: Ask) -> Grammar | None:
+        asked = ask.params.structured_outputs
+        if asked is None:
+            return None
+        from structured import compiled
+
+        assert asked.regex is not None
+        return compiled(self.work.options["vocab_size"], asked.regex)
 
     def _abort(self, when: str, due: Callable[[Who, int], bool]) -> None:
         for who, abort in [*self._aborts]:
@@ -184,7 +194,9 @@ class Client:
     def _hear_end(self, finish: Finish) -> None:
         one = self.run.told[self._who[finish.rid]]
         assert one.finish is None, "two ends"
-        assert finish.reason != "error" or self.failing, finish.error
+        dead_end = finish.error.startswith("the grammar can't go on")
+        assert finish.reason != "error" or self.failing or dead_end, finish.error
+        self.run.counts["dead ends"] += dead_end
         one.finish = finish
         assert finish.tokens.tolist() == one.tokens, "the end lists other tokens than came"
 
@@ -244,7 +256,8 @@ class Client:
         early = sum(one.ended_early or drafts for one in self.run.told.values())
         # a row is planned again when its token has come through all stages
         ahead = -(-(self.engine._core.depth - 1) // self.engine.resolved.config.pipeline_stages)
-        assert counts["overshoot_rows"] <= early * ahead, "more rows wasted than D - 1 an end"
+        most = early * ahead + counts["dead ends"]  # of these the token that says so is void
+        assert counts["overshoot_rows"] <= most, "more rows wasted than D - 1 an end"
         self.engine.close()
 
     def _finish_one(self, ask: Ask, choice: int, one: Told, end: Finish) -> None:

@@ -16,8 +16,8 @@ from fake_cuda import FakeCuda, Pinned, install
 
 from stepahead.device import cuda as house
 from stepahead.device.base import Stream, Work
-from stepahead.device.side import Mark
 from stepahead.device.cuda import CudaDevice
+from stepahead.device.side import Mark
 from stepahead.errors import ConfigError, EngineClosed, EngineError
 from stepahead.sync import SyncReason
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from stepahead.device.side import SideThread, Mark
+from stepahead.device.side import Mark, SideThread
 from stepahead.errors import EngineClosed
 
 FORWARD_S, COPY_S, STEPS = 0.02, 0.012, 12

@@ -113,6 +113,21 @@ def test_what_the_runner_says_goes_before_all_else_once_the_step_is_on_its_way(
     assert cause_at(Stage.LAUNCH, NOT_HANDED, held) is cause  # the host is the runner
 
 
+def test_a_step_that_waits_for_masks_is_idle_meanwhile_and_one_step_all_the_same() -> None:
+    """It runs from 50 to 150, and from 80 to 110 its masks are not there."""
+    now = iter((0, 200, 200, 200, 200))
+    books = Books(lambda: next(now, 200))
+    books.rest(Stage.WAIT)
+    books.busy(7, 50, 150, 10, 20, 30, (Held(Cause.MASK_LATE, 80, 110),))
+    summary = books.summary()
+    assert summary.steps == 1
+    assert summary.idle_ns["mask late"] == 30
+    assert books.per_step().step.tolist() == [7]
+    assert books.recent().step.tolist() == [7, 7]
+    assert books.recent().busy_start_ns.tolist() == [50, 110]
+    assert books.recent().busy_end_ns.tolist() == [80, 150]
+
+
 def test_being_held_before_the_step_before_has_ended_is_no_business_of_a_step() -> None:
     books = begun()
     books.busy(0, 10, 40)
@@ -213,11 +228,23 @@ def counted(played: Played) -> dict[tuple[int, Stage, int], int]:
     return cells
 
 
+def stretches_of(one: tuple[int, int, Any, list[Held]]) -> list[tuple[int, int]]:
+    """A step, but for the time within it in which it waits for masks."""
+    start_ns, end_ns, _, held = one
+    cuts = []
+    for hold in held:
+        if hold.cause is Cause.MASK_LATE and start_ns < hold.start_ns < hold.end_ns < end_ns:
+            cuts.append((start_ns, hold.start_ns))
+            start_ns = hold.end_ns
+    return [*cuts, (start_ns, end_ns)]
+
+
 def at_work(ns: int, stage: Stage, told: list[Any], held: Cause | None) -> int:
     """What the device was at, by the rules as they are written."""
-    if any(start_ns <= ns < end_ns for start_ns, end_ns, _, _ in told):
+    stretches = [(*stretch, one[2]) for one in told for stretch in stretches_of(one)]
+    if any(start_ns <= ns < end_ns for start_ns, end_ns, _ in stretches):
         return BUSY
-    coming = [posts for start_ns, _, posts, _ in told if start_ns > ns]
+    coming = [posts for start_ns, _, posts in stretches if start_ns > ns]
     launch_ns, received_ns, submitted_ns = coming[0] if coming else (0, 0, 0)
     handed = launch_ns > 0 and ns >= launch_ns
     if held is not None and (handed or stage is Stage.LAUNCH):

@@ -65,8 +65,8 @@ class Recorder:
     def note(self, rid: int, what: Happened, value: int = 0) -> None:
         self.events.append((self.clock.now_ns, rid, what, value))
 
-    def add(self, prompt: Any, params: SamplingParams, wait: bool = True) -> list[int]:
-        rids = self._add(prompt, params, wait)
+    def add(self, prompt: Any, params: SamplingParams, wait: bool = True, **more: Any) -> list[int]:
+        rids = self._add(prompt, params, wait, **more)
         for rid in rids:
             self._arrived[rid] = self.clock.now_ns
             self.note(rid, Happened.ARRIVED, len(prompt))

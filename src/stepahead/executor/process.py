@@ -56,7 +56,9 @@ class ProcessFlight:
         EngineClosed."""
         if not self.parts:
             self._executor.receive(self)
-        result = self.parts.popleft()
+        result = self.parts[0]
+        if result.part == "first":
+            self.parts.popleft()
         if result.error:
             raise decode_step_failure(result.error)
         return result

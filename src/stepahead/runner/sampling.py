@@ -111,7 +111,9 @@ class Sampling:
             positions = self._slots.length_dev.index_select(0, slots_dev)
         else:
             positions = verifier.positions(step, made(box.asked))
-        return Look(states, logits, positions, torch.zeros_like(positions))
+        # filled part by part, or replaced as a whole
+        tokens = positions if staged.late is None else torch.zeros_like(positions)
+        return Look(states, logits, positions, tokens)
 
     def _logits(self, states: Tensor, asked: Asked | None) -> Tensor:
         """float32[r, vocab] for states [r, hidden]; zeros of those that were not computed."""

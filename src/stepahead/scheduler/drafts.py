@@ -65,17 +65,17 @@ class RunSettler:
         runs that end after so many tokens."""
         block = tokens.reshape(-1, self.table.width)
         counts, room = self._new(rows, block)
-        if len(ended):
-            row, most = ended[ended[:, 0] < rows.count].T
-            counts[row] = np.minimum(counts[row], most)
+        complete, most = ended[ended[:, 0] < rows.count].T
+        counts[complete] = np.minimum(counts[complete], most)
         self.table.land_runs(rows, counts, block)
         kept, heard = self._heard(rows, counts, block)
         finishes = self._stopped(rows, block, counts, heard)
         if finishes:  # their runs were cut
             kept, heard = self._heard(rows, counts, block)
+        finishes += self._ended(rows.slots[complete], "stop")
         full = (counts == room) & (counts > 0)
         if full.any():
-            finishes += self._full(rows.slots[full])
+            finishes += self._ended(rows.slots[full], "length")
         # the same array says that they are the same requests
         requests = rows.rids if counts.all() else rows.rids[counts > 0]
         return Runs(heard, requests, kept.reshape(-1), finishes)
@@ -130,10 +130,10 @@ class RunSettler:
                 finishes.append(self._end(entry, "stop", match))
         return finishes
 
-    def _full(self, slots: np.ndarray) -> list[Finish]:
-        """Ends the requests that have all the output they may have, unless a stop has."""
+    def _ended(self, slots: np.ndarray, reason: FinishReason) -> list[Finish]:
+        """Ends the requests of these slots, unless something else has."""
         owners = (self.life.entries[slot] for slot in slots[~self.table.deaf[slots]].tolist())
-        return [self._end(entry, "length") for entry in owners if entry is not None]
+        return [self._end(entry, reason) for entry in owners if entry is not None]
 
     def _tally(self) -> None:
         block = np.concatenate([np.zeros((0, self.table.width), np.int32), *self._blocks])

@@ -20,6 +20,7 @@ class Launched:
     chunks: np.ndarray  # int32[c, 4] as in the plan
     ending: tuple[int, ...]  # slots whose last output, by length, this step brings
     generations: np.ndarray  # int32[n + c] of `slots` in debug mode, else empty
+    whole: Launched | None = None  # where it is a part of a flight: all of that
 
     @property
     def slots(self) -> np.ndarray:
@@ -34,7 +35,11 @@ class Heard:
         slots = launched.chunks[:, 0]
         sampling = slots[launched.chunks[:, 3] > 0]
         self._live = ~table.deaf[np.concatenate([launched.rows.slots, sampling])]
-        self._rids = {slot: int(table.rid[slot]) for slot in slots.tolist() if not table.deaf[slot]}
+        # what is told of prompts comes with the first part, whoever else does
+        prompts = (launched.whole or launched).chunks[:, 0]
+        self._rids = {
+            slot: int(table.rid[slot]) for slot in prompts.tolist() if not table.deaf[slot]
+        }
 
     def spread(self, kept: np.ndarray, rows: int) -> None:
         """Under drafts: of the tokens of the `rows` decode rows bool[rows * width] are output."""

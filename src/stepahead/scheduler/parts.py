@@ -5,7 +5,6 @@ The rows of the other part stay as they were launched.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TypeVar
 
 import msgspec
@@ -19,11 +18,13 @@ from stepahead.types import HiddenRows, LogprobRows
 Rows = TypeVar("Rows", HiddenRows, LogprobRows)
 
 
-def split(launched: Launched, result: Result, last: bool) -> tuple[Launched, Launched, Result]:
+def split(launched: Launched, result: Result) -> tuple[Launched, Launched, Result]:
     """Who is in this part, who is not, and the part as a result of its own.
 
-    Chunks that sample nobody come with the first; of the `last` part nothing is left.
+    `launched` is the flight as it was launched, for either part.  Chunks that sample nobody come
+    with the first.
     """
+    last = result.part == "last"
     there = result.tokens != LATE
     rows, chunks = launched.rows, launched.chunks
     positions = rows.count * result.width
@@ -59,7 +60,7 @@ def _of(launched: Launched, rows_there: np.ndarray, chunks_there: np.ndarray) ->
     if len(generations):
         generations = generations[np.append(rows_there, chunks_there)]
     ending = tuple(slot for slot in launched.ending if slot in slots)
-    return replace(launched, rows=kept, chunks=chunks, ending=ending, generations=generations)
+    return Launched(kept, chunks, ending, generations, whole=launched)
 
 
 def _renumbered(values: Rows | None, position: np.ndarray) -> Rows | None:

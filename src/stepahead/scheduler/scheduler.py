@@ -378,9 +378,9 @@ class Scheduler:
 
     def _part(self, launched: Launched, result: Result) -> tuple[Launched, Result]:
         """The flight goes on with whom the part leaves out."""
-        last = result.part == "last"
-        launched, rest, result = split(launched, result, last)
-        if last:
+        whole = launched.whole or launched
+        launched, rest, result = split(whole, result)
+        if result.part == "last":
             self._launched.popleft()
         else:
             self._launched[0] = rest
