@@ -26,7 +26,8 @@ _truth: dict[Key, list[int]] = {}
 
 def key(seed: int, choice: int, prompt: Sequence[int], params: SamplingParams) -> Key:
     """What tells a request from all others of a workload, in any engine."""
-    own = msgspec.structs.replace(params, prompt_logprobs=None)  # other choices than the first's
+    # other choices than the first's have the first no more, and no runner hears of the second
+    own = msgspec.structs.replace(params, prompt_logprobs=None, structured_outputs=None)
     return seed, choice, tuple(prompt), msgspec.json.encode(own)
 
 

@@ -160,10 +160,8 @@ class Engine:
         `wait=False` PoolFull when it can't be held at once.
         """
         self._check_open()
+        self._check_grammar(params, grammar)
         if params.structured_outputs is not None:
-            if grammar is None:
-                words = "structured_outputs must be compiled first, with a GrammarCompiler"
-                raise InvalidParameter(words, "structured_outputs")
             params = replace(params, structured_outputs=None)  # no runner reads it
         ids = as_prompt(prompt, self.resolved.facts.vocab_size)
         self._check_ids(params)
@@ -187,6 +185,21 @@ class Engine:
             # the prompt is the same for all choices: once is enough
             params = replace(params, prompt_logprobs=None)
         return Request(self._rids + choice, prompt, params, seed, choice, grammar)
+
+    def _check_grammar(self, params: SamplingParams, grammar: Grammar | None) -> None:
+        stages = self.resolved.config.pipeline_stages
+        words = ""
+        if grammar is not None and stages > 1:
+            words = (
+                f"no answer can keep to a grammar with pipeline_stages={stages}; ask for free "
+                "text, or start the engine with one stage"
+            )
+        elif grammar is not None and not self.resolved.facts.eos_ids:
+            words = "the model has no end of sequence, so that no grammar could end; ask for text"
+        elif grammar is None and params.structured_outputs is not None:
+            words = "structured_outputs must be compiled first, with a GrammarCompiler"
+        if words:
+            raise InvalidParameter(words, "structured_outputs")
 
     def _check_ids(self, params: SamplingParams) -> None:
         size = self.resolved.facts.vocab_size

@@ -13,6 +13,7 @@ from mutations import (
     ends,
     explain,
     grammar,
+    late,
     model,
     observe,
     pipeline,
@@ -42,4 +43,5 @@ MUTATIONS = [
     *explain.MUTATIONS,
     *serve.MUTATIONS,
     *grammar.MUTATIONS,
+    *late.MUTATIONS,
 ]

@@ -329,8 +329,8 @@ MUTATIONS = [
         "the worker lands a step before it receives the next",
         "a submit that waits for the step before",
         "executor/worker.py",
-        "        if self._output.idle and flight.ready():\n",
-        "        if self._output.idle:\n",
+        "        while self._output.idle and flight.ready():\n",
+        "        while self._output.idle:\n",
         "tests/cpu/test_publication.py::test_the_next_submit_does_not_wait_for_the_landing_either",
     ),
 ]

@@ -47,8 +47,8 @@ MUTATIONS = [
         "a step that was landed before a launch does not say why",
         "a timeline without the drains that the counters tell",
         "loop/base.py",
-        "plan_ns, launch_ns, flights, land_ns, self._held)",
-        "plan_ns, launch_ns, flights, land_ns)",
+        "plan_ns, launch_ns, flights, land_ns, self._held, more)",
+        "plan_ns, launch_ns, flights, land_ns, None, more)",
         "tests/pure/test_loops.py::test_a_step_that_is_landed_before_a_launch_tells_why",
     ),
     Mutation(

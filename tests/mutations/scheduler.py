@@ -433,7 +433,8 @@ MUTATIONS = [
         "the queue is not filled before the host looks",
         "a queue of depth D that runs serially",
         "loop/batch_queue.py",
-        "    while core.flights < core.depth and core.launch():\n        pass\n",
+        "    while core.flights < core.depth and not core.half_landed and core.launch():\n"
+        "        pass\n",
         "    core.launch()\n",
         "tests/pure/test_virtual.py::test_serial_adds_and_overlap_hides",
     ),

@@ -88,8 +88,8 @@ MUTATIONS = [
         "the engine lets anybody wait for pages",
         "a queue behind a full pool that nobody was told of",
         "serve/back.py",
-        "wait=may_wait, ",
-        "wait=True, ",
+        "wait=may_wait, grammar",
+        "wait=True, grammar",
         _INSIDE + "test_a_pool_that_is_nearly_full_refuses_who_would_wait",
     ),
     Mutation(
@@ -385,8 +385,8 @@ MUTATIONS = [
         "pooled states are read and not counted",
         "a copy before landing that no figure tells of",
         "runner/runner.py",
-        "        wanting = len(staged.group.hidden_rows) + len(staged.pools)\n",
-        "        wanting = len(staged.group.hidden_rows)\n",
+        "        wanting = len(staged.first.group.hidden_rows) + len(staged.pools)\n",
+        "        wanting = len(staged.first.group.hidden_rows)\n",
         _POOLING + "test_pools_are_those_of_transformers_states[--loop overlap]",
     ),
     Mutation(

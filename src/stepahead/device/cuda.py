@@ -190,7 +190,8 @@ class CudaDevice:
         self._waited: list[Waited] = []
         self._clock = _Clock(forward)
         self._ring = StagingRing(self, depth)
-        self._late_ring = StagingRing(self, depth, kind=LATE)
+        # masks are made when the late rows before them have landed: theirs are used
+        self._late_ring = StagingRing(self, 1, kind=LATE)
         self._blocks: dict[str, list[Tensor]] = {}
         self._pool: Any = None  # torch's name for the memory of graphs, which never run at once
         self._copier: SideThread | None = None

@@ -168,7 +168,8 @@ class HostileDevice:
         self._owner: int | None = None
         self._queued = 0
         self._ring = StagingRing(self, depth)
-        self._late_ring = StagingRing(self, depth, kind=LATE)
+        # masks are made when the late rows before them have landed: theirs are used
+        self._late_ring = StagingRing(self, 1, kind=LATE)
         self._pinned: dict[int, Tensor] = {}  # by address, kept so that no other takes it over
         self._blocks: dict[str, list[Tensor]] = {}
         self._downloads: deque[list[HostileArray]] = deque()  # of the last `depth` steps

@@ -144,7 +144,7 @@ class LateFlight:
 
     def __init__(self, rows: LateRows, masks: Masks, finish: Callable[[], None]) -> None:
         self.rows = rows
-        self.masks = masks
+        self._masks = masks
         self.end: Event | None = None
         self._finish = finish
         self._landing: Landing | None = None
@@ -168,6 +168,11 @@ class LateFlight:
         self._queued_ns = at_ns
         self._waited = waited
         self._landing = landing
+
+    def queue_if_there(self) -> None:
+        """Gives them to the device if it has not got them, and their masks are there."""
+        if not self.queued and self._error is None and self._masks.done():
+            self._finish()
 
     def fail(self, error: BaseException) -> None:
         """They can't be sampled."""
@@ -247,6 +252,7 @@ class RunnerFlight:
         if self.late is None:
             self.first.event.wait()
             return self._whole()
+        self.late.queue_if_there()
         if not self._told and self._goes_first():
             self._told = True
             return self._first_part()

@@ -230,20 +230,24 @@ class Runner:
         assert staged.late is not None
         late = flight.late = LateFlight(staged.late, masks, self._pending.finish)
         there = masks.done()
-        self._pending.put(partial(self._give_late, staged, box, late, not there))
+        self._pending.put(partial(self._give_late, staged, box, late, masks, not there))
         if there:
             self._pending.finish()
 
-    def _give_late(self, staged: Staged, box: StepBox, late: LateFlight, waited: bool) -> None:
+    def _give_late(
+        self, staged: Staged, box: StepBox, late: LateFlight, masks: Masks, waited: bool
+    ) -> None:
         try:
-            late.masks.point.wait()
-            self._enqueue_late(staged, box, late, waited)
+            masks.point.wait()
+            self._enqueue_late(staged, box, late, masks, waited)
         except BaseException as error:
             late.fail(error)
             raise
 
-    def _enqueue_late(self, staged: Staged, box: StepBox, late: LateFlight, waited: bool) -> None:
-        device, rows, step, masks = self._device, late.rows, staged.step, late.masks
+    def _enqueue_late(
+        self, staged: Staged, box: StepBox, late: LateFlight, masks: Masks, waited: bool
+    ) -> None:
+        device, rows, step = self._device, late.rows, staged.step
         staging = device.stage_late(step)
         words_dev = staging.add(as_words(masks.words))
         legal_dev = None if masks.legal is None else staging.add(masks.legal)

@@ -141,7 +141,8 @@ class Routes:
         self._front.check_room(asked.params.n)
         prompt = await self._off_loop(partial(_chat_prompt, self._reader, asked))
         id, created = asked.label or f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
-        call = await self._begin(id, [prompt], asked.params, asked.stream)
+        held = asked.structure if asked.tools is None else "tools"
+        call = await self._begin(id, [prompt], asked.params, asked.stream, held)
         texts = self._front.texts
         if asked.stream:
             story = ChatStory(asked, call, texts, created, self._model)
@@ -157,7 +158,7 @@ class Routes:
         self._front.check_room(asked.params.n * len(asked.prompts), many)
         prompts = await self._prompts(asked)
         id, created = asked.label or f"cmpl-{uuid.uuid4().hex}", int(time.time())
-        call = await self._begin(id, prompts, asked.params, asked.stream)
+        call = await self._begin(id, prompts, asked.params, asked.stream, asked.structure)
         texts = self._front.texts
         if asked.stream:
             story = TextStory(asked, call, texts, created, self._model)
@@ -188,17 +189,24 @@ class Routes:
         return found
 
     async def _begin(
-        self, id: str, prompts: list[Prompt], params: SamplingParams, stream: bool
+        self,
+        id: str,
+        prompts: list[Prompt],
+        params: SamplingParams,
+        stream: bool,
+        held: str = "structured_outputs",
     ) -> Call:
-        """A call that the engine has taken; Refusal."""
+        """A call that the engine has taken; Refusal.  `held` is the field that grammars are of."""
         front = self._front
         front.check_room(params.n * len(prompts))  # others may have come meanwhile
         front.check_lengths(prompts)
         call = front.begin(id, prompts, params, stream)
         try:
             await call.settled()
-        except BaseException:
+        except BaseException as error:
             front.cancel(call)
+            if isinstance(error, Refusal) and error.param == "structured_outputs":
+                error.param = held
             raise
         return call
 
