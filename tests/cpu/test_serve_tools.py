@@ -40,7 +40,7 @@ TOOLS = [PAINT, STOP]
 SCHEMAS = {"paint": COLOUR, "stop": {"type": "object", "maxProperties": 0}}
 # an end that is allowed is taken at once
 END: Any = {"2": 8}
-RANDOM: dict[str, Any] = {"model": "toy", "temperature": 1.0, "max_tokens": 300, "logit_bias": END}
+RANDOM: dict[str, Any] = {"model": "toy", "temperature": 1.0, "max_tokens": 200, "logit_bias": END}
 
 
 def model(folder: Path, template: str, special_tags: bool = False) -> str:
@@ -141,9 +141,10 @@ def test_an_answer_is_what_each_field_says_it_must_be(plain: openai.OpenAI) -> N
         for choice in said.choices:
             assert choice.finish_reason == "stop"
             assert holds(choice.message.content), fields
-        pieces = list(plain.chat.completions.create(messages=HELLO, stream=True, **asked))
-        told = "".join(piece.choices[0].delta.content or "" for piece in pieces)
-        assert told == said.choices[0].message.content
+        if place % 4 == 0:
+            pieces = list(plain.chat.completions.create(messages=HELLO, stream=True, **asked))
+            told = "".join(piece.choices[0].delta.content or "" for piece in pieces)
+            assert told == said.choices[0].message.content
         if "response_format" in asked:
             asked["extra_body"] = {"response_format": asked.pop("response_format")}
         done = plain.completions.create(prompt=["Hello", [5, 6]], **asked)

@@ -109,6 +109,11 @@ def test_what_a_model_can_not_do_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(InvalidParameter, match="--tool-call-parser") as caught:
         found.read_chat(HELLO, SamplingParams(), WISH)
     assert caught.value.param == "tools"
+    prompt = found.read_chat(HELLO, SamplingParams(), WISH, untold=True)
+    assert (prompt.form, prompt.grammar, prompt.text) == (None, None, "Hello")
+    for more in ({"choice": "required"}, {"parallel": False}):
+        with pytest.raises(InvalidParameter, match="--tool-call-parser"):
+            found.read_chat(HELLO, SamplingParams(), read_tools(TOOLS, **more), untold=True)
     with pytest.raises(InvalidParameter, match="both") as caught:
         found.read_chat(HELLO, held, WISH, param="guided_regex")
     assert caught.value.param == "guided_regex"

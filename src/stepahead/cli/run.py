@@ -171,7 +171,8 @@ class Batch:
             params = params_from(self._defaults | fields)
         reader = self._llm.reader
         if "messages" in asked:
-            return reader.read_chat(asked["messages"], params, read_tools(*tools)), params
+            wish = read_tools(*tools)
+            return reader.read_chat(asked["messages"], params, wish, untold=True), params
         return reader.hold(read_prompt(asked, self._llm.tokenizer), params), params
 
     def _seed(self, line: Line) -> int:

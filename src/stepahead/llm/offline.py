@@ -142,7 +142,8 @@ class LLM:
 
         `tools` and `tool_choice` are those of OpenAI's API.  With
         tools, and where the model reasons first, each output has its `message` with tool_calls and
-        reasoning_content, which can be put into the conversation as it is.
+        reasoning_content, which can be put into the conversation as it is; not where the template
+        teaches calls that are written in another way than the known ones.
         `chat_template_kwargs` are further variables for the model's template.
         """
         one = isinstance(messages, Sequence) and messages and isinstance(messages[0], Mapping)
@@ -155,6 +156,7 @@ class LLM:
                 conversation,
                 params,
                 wish,
+                untold=True,
                 add_generation_prompt=add_generation_prompt,
                 **variables,
             )

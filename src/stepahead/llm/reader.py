@@ -84,20 +84,24 @@ class Reader:
         *,
         param: str = _OWN,
         parse: bool = True,
+        untold: bool = False,
         **template_kwargs: Any,
     ) -> Prompt:
         """A conversation; structure and calls begin behind the reasoning, if there is any.
 
-        `tools` of the template are those of `tools`.  Without `parse` the answer is not told apart.
+        `tools` of the template are those of `tools`.  Without `parse` the answer is not told apart;
+        `untold`: calls may stay text where how the model writes them is not known.
         Raises InvalidParameter, as `hold` does; also where both a structure and calls are asked.
         """
         if tools is not None:
             if params.structured_outputs is not None:
                 words = f"{param} and tools can't both be held; leave one out"
                 raise InvalidParameter(f'{words}, or say "tool_choice": "none"', param)
-            if self.tool_format is None:
-                raise InvalidParameter(f"tools: {_NO_FORMAT}", "tools")
             template_kwargs["tools"] = list(tools.given)
+            if self.tool_format is None:
+                if tools.held or not untold:
+                    raise InvalidParameter(f"tools: {_NO_FORMAT}", "tools")
+                tools = None
         prompt = read_chat(messages, self.texts, **template_kwargs)
         form = self._form(prompt, tools)
         found = self.hold(replace(prompt, form=form), params, param)

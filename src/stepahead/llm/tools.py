@@ -24,6 +24,12 @@ class ToolWish:
     choice: Choice = "auto"
     parallel: bool = True
 
+    @property
+    def held(self) -> bool:
+        """Whether a grammar has to hold what the model writes."""
+        strict = any(tool.strict for tool in self.tools)
+        return self.choice != "auto" or not self.parallel or strict
+
 
 def read_tools(tools: Any, choice: Any = None, parallel: bool = True) -> ToolWish | None:
     """OpenAI's `tools` and `tool_choice`; None where none may be called.
