@@ -18,6 +18,7 @@ import pytest
 from answer_makers import TEMPLATES, THINKING, added_up, chat_model
 from offline_makers import tiny_llama
 from serving import Inside, inside
+from text_makers import byte_level_json
 
 OPTIONS: dict[str, Any] = {"executor": "inline", "max_rows": 4, "threads": 1, "debug": True}
 HELLO: Any = [{"role": "user", "content": "Hello"}]
@@ -38,8 +39,13 @@ PAINT: Any = {
 STOP: Any = {"type": "function", "function": {"name": "stop", "strict": True}}
 TOOLS = [PAINT, STOP]
 SCHEMAS = {"paint": COLOUR, "stop": {"type": "object", "maxProperties": 0}}
-# an end that is allowed is taken at once
-END: Any = {"2": 8}
+# an end that is allowed is taken at once, and white space that is not asked for hardly ever
+SPACES = [
+    str(token)
+    for piece, token in json.loads(byte_level_json())["model"]["vocab"].items()
+    if set(piece) <= set("ĠĊĉč")
+]
+END: Any = {"2": 8} | dict.fromkeys(SPACES, -8)
 RANDOM: dict[str, Any] = {"model": "toy", "temperature": 1.0, "max_tokens": 200, "logit_bias": END}
 
 
