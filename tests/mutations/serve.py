@@ -469,4 +469,12 @@ MUTATIONS = [
         "            self._parsers.pop(index)\n",
         _FORMS + "test_deltas_add_up_to_the_whole_message",
     ),
+    Mutation(
+        "free text may take the reasoning's tag for its own",
+        "calls behind the reasoning that nothing holds",
+        "llm/reader.py",
+        '        must = asked.choice == "auto" and THINK not in self._special\n',
+        "        must = False\n",
+        _FORMS + "test_free_text_is_not_let_take_the_reasonings_tag_for_its_own",
+    ),
 ]

@@ -103,6 +103,26 @@ def test_structure_and_calls_begin_behind_the_reasoning(tmp_path: Path) -> None:
     assert "think" in found.read_chat(HELLO, SamplingParams(), calls).grammar.text  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("special_tags", [False, True])
+def test_free_text_is_not_let_take_the_reasonings_tag_for_its_own(
+    tmp_path: Path, special_tags: bool
+) -> None:
+    """Where it is a token of its own it can't; else the reasoning must come, or what is behind it
+    could go unheld."""
+    found = reader(tmp_path, HERMES, special_tags, reasoning_parser="qwen3")
+    strict = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
+
+    def begins(choice: str) -> str:
+        prompt = found.read_chat(HELLO, SamplingParams(), read_tools(strict, choice))
+        assert prompt.grammar is not None
+        lark: str = msgspec.json.decode(prompt.grammar.text)["grammars"][0]["lark_grammar"]
+        return lark.splitlines()[0]
+
+    tag = "<[500]>" if special_tags else '"<think>"'
+    assert begins("required").startswith(f"start: [{tag}")
+    assert begins("auto").startswith(f"start: [{tag}" if special_tags else f"start: {tag}")
+
+
 def test_what_a_model_can_not_do_is_refused_by_name(tmp_path: Path) -> None:
     held = SamplingParams(structured_outputs=StructuredOutputs(regex="a+"))
     found = reader(tmp_path, "{{ messages[0].content }}")
