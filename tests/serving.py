@@ -21,6 +21,7 @@ from stepahead.assemble import Assembly, build_engine, model_parts
 from stepahead.config import config_from
 from stepahead.engine import Engine
 from stepahead.executor.channel import Channel, Kind, open_channel
+from stepahead.llm.reader import Reader
 from stepahead.serve.app import serve_app
 from stepahead.serve.back import EngineDesk
 from stepahead.serve.front import Front
@@ -122,7 +123,9 @@ class Inside:
         self._engine_thread = threading.Thread(target=desk.run)
         self._socket = listen("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
-        app = serve_app(self.front, config, "toy", parts.facts.vocab_size)
+        parsers = (config.tool_call_parser, config.reasoning_parser)
+        reader = Reader(parts.texts, parts.facts.vocab_size, parts.facts.eos_ids, *parsers)
+        app = serve_app(self.front, config, "toy", reader)
         self._server = uvicorn.Server(
             uvicorn.Config(app, ws="none", lifespan="off", log_config=None, access_log=False)
         )

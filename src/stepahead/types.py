@@ -410,7 +410,12 @@ class RequestMetrics:
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One choice of a request."""
+    """One choice of a request.
+
+    `message` is the answer told apart, where it was to a conversation with tools or of a model that
+    reasons first: OpenAI's message with content, reasoning_content and tool_calls.  `text` has the
+    tags of both in it then.
+    """
 
     index: int
     text: str
@@ -420,6 +425,7 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str = ""
+    message: dict[str, Any] | None = None
     # float32[n, hidden], one row for each of `token_ids`; arrays have no truth to compare by
     hidden_states: np.ndarray | None = field(default=None, compare=False)
     # float32[hidden] where `pooling` was asked for and all of the prompt was computed

@@ -178,6 +178,13 @@ def test_a_tag_that_is_a_token_is_that_token_and_no_text() -> None:
 def test_tools_that_need_not_be_called_and_are_not_strict_hold_nothing() -> None:
     loose = [Tool(tool.name, tool.parameters) for tool in TOOLS]
     assert tool_grammar(ToolGrammar(loose)) is None
+    for tool_format, one in ONE.items():
+        single = tool_grammar(ToolGrammar(loose, parallel=False, tool_format=tool_format))  # type: ignore[arg-type]
+        assert single is not None, "one call at most is to be held"
+        grammar = COMPILER.check(single, "tools")
+        assert takes(grammar, one)
+        assert takes(grammar, "Not now.")
+        assert not takes(grammar, one + BETWEEN[tool_format] + one)
     lark = tool_grammar(ToolGrammar(loose, "required"))
     assert lark is not None
     anything = '<tool_call>\n{"name": "search", "arguments": {"x": [1]}}\n</tool_call>'
@@ -211,6 +218,24 @@ def test_reasoning_is_free_and_the_answer_behind_it_held(
     both = COMPILER.check(after_reasoning(Grammar(calls), special, inside), "tools")
     assert takes(both, f"{begin}hm</think>\n{ONE['glm']}", special)
     assert not takes(both, f"{begin}hm</think>\nno", special)
+
+
+@pytest.mark.parametrize("special", [{}, SPECIAL, SPECIAL | {"<think>": 258}])
+def test_reasoning_that_the_prompt_has_not_opened_may_be_left_out(
+    special: dict[str, int],
+) -> None:
+    answer = COMPILER.compile(StructuredOutputs(json={"enum": ["yes", "no"]}))
+    text = after_reasoning(answer, special, inside=False, optional=True)
+    grammar = COMPILER.check(text, "structured_outputs")
+    assert takes(grammar, '"yes"', special)
+    assert takes(grammar, '<think>3 < 4, "no"\n</think>\n\n"yes"', special)
+    assert not takes(grammar, '<think>"yes"', special)
+    assert not takes(grammar, '</think>"yes"', special)
+    assert not takes(grammar, "<think></think>maybe", special)
+    opened = after_reasoning(answer, special, inside=True, optional=True)
+    held = COMPILER.check(opened, "structured_outputs")
+    assert takes(held, 'hm</think>"yes"', special)
+    assert not takes(held, '"yes"', special)
 
 
 @pytest.mark.parametrize(

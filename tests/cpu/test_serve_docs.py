@@ -36,7 +36,8 @@ def curls() -> list[str]:
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     model = tiny_llama(tmp_path_factory.mktemp("model"))
-    with served(str(model), "--threads", "1", "--executor", "inline") as server:
+    parser = ("--tool-call-parser", "hermes")
+    with served(str(model), "--threads", "1", "--executor", "inline", *parser) as server:
         yield server.url()
 
 

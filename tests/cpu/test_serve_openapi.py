@@ -17,9 +17,10 @@ from schemathesis.generation import GenerationMode
 
 from offline_makers import tiny_llama
 from serving import Inside, inside
+from stepahead.llm.reader import Reader
 from stepahead.serve.app import serve_app
 from stepahead.serve.embeddings import EMBEDDINGS_NOT_YET, EmbeddingFields
-from stepahead.serve.fields import NOT_YET, SAMPLING, SPELLINGS
+from stepahead.serve.fields import NOT_YET, SAMPLING, SPELLINGS, TEXT_NOT_YET
 from stepahead.serve.front import Front
 from stepahead.serve.openapi import BODIES
 from stepahead.serve.options import ServeConfig
@@ -37,7 +38,7 @@ from stepahead.text.texts import ToyTexts
 
 FIELDS: dict[str, set[str]] = {
     "/v1/chat/completions": {*ChatFields.__struct_fields__, *SAMPLING, *SPELLINGS, *NOT_YET},
-    "/v1/completions": {*CompletionFields.__struct_fields__, *SAMPLING, *SPELLINGS, *NOT_YET},
+    "/v1/completions": {*CompletionFields.__struct_fields__, *SAMPLING, *SPELLINGS, *TEXT_NOT_YET},
     "/v1/embeddings": {*EmbeddingFields.__struct_fields__, *EMBEDDINGS_NOT_YET},
     "/tokenize": {*TokenizeFields.__struct_fields__, *NOT_YET},
     "/detokenize": {*DetokenizeFields.__struct_fields__},
@@ -77,7 +78,7 @@ def body_of(document: dict[str, Any], path: str) -> dict[str, Any]:
 
 def test_every_route_is_in_the_document_and_no_other() -> None:
     front = Front(ToyTexts(90), 4, None)
-    app = serve_app(front, ServeConfig(api_key="k"), "toy", 90)
+    app = serve_app(front, ServeConfig(api_key="k"), "toy", Reader(front.texts, 90, ()))
     front.close()
     routes = {
         (route.path.replace(":path", ""), method.lower())

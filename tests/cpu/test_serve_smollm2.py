@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
+import jsonschema
 import openai
 import pytest
 
-from serving import served
+from answer_makers import added_up
+from serving import inside, served
 from stepahead import LLM, SamplingParams
 from stepahead.cli.options import packaged_model
 from stepahead.errors import ModelError
+from stepahead.serve.options import ServeConfig
 
 try:
     MODEL = str(packaged_model())
@@ -57,6 +61,41 @@ def test_a_served_model_says_what_llm_says(wanted: list[Any], loop: str) -> None
         told = httpx.get(url.removesuffix("/v1") + "/metrics").text
         assert 'model_name="smol"' in told
         assert ".gguf" not in told  # no path of the server's machine
+
+
+STATE = {
+    "type": "object",
+    "properties": {"capital": {"enum": ["Paris", "Rome"]}, "sure": {"type": "boolean"}},
+    "required": ["capital", "sure"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.timeout(300)
+def test_a_real_model_keeps_to_a_schema_and_calls_a_tool() -> None:
+    config = ServeConfig(tool_call_parser="hermes")
+    with inside(config, model=MODEL, executor="inline", **OPTIONS) as server:
+        url = f"{server.url}/v1"
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
+            ask: Any = client.chat.completions.create
+            body: Any = {"model": "toy", "messages": [_said(QUESTIONS[0])]} | GREEDY
+            body["max_tokens"] = 100
+            named = {"type": "json_schema", "json_schema": {"name": "a", "schema": STATE}}
+            (choice,) = ask(**body, response_format=named).choices
+            assert choice.finish_reason == "stop"
+            jsonschema.validate(json.loads(choice.message.content), STATE)
+            function = {"name": "tell", "parameters": STATE, "strict": True}
+            tools = [{"type": "function", "function": function}]
+            called: Any = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
+            (choice,) = ask(**body, **called).choices
+            assert choice.finish_reason == "tool_calls"
+            (call,) = choice.message.tool_calls
+            assert call.function.name == "tell"
+            jsonschema.validate(json.loads(call.function.arguments), STATE)
+            chunks = ask(**body, **called, stream=True)
+            told = added_up(one.choices[0].delta.model_dump(exclude_none=True) for one in chunks)
+            assert told["tool_calls"][0]["function"] == call.function.model_dump()
+        server.rest()
 
 
 def _flag(name: str, value: Any) -> tuple[str, str]:

@@ -172,4 +172,12 @@ MUTATIONS = [
         "        bare = text\n",
         _PARSE + "test_reasoning",
     ),
+    Mutation(
+        "one call at most is not held where the model may call",
+        "a field of a request that is passed over",
+        "grammar/tools.py",
+        'asked.choice == "auto" and asked.parallel and not any',
+        'asked.choice == "auto" and not any',
+        _TOOLS + "test_tools_that_need_not_be_called_and_are_not_strict_hold_nothing",
+    ),
 ]

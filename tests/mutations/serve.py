@@ -15,6 +15,8 @@ _LANES = "tests/pure/test_observe_lanes.py::"
 _APP = "tests/pure/test_serve_app.py::"
 _OPENAPI = "tests/cpu/test_serve_openapi.py::"
 _POOLING = "tests/cpu/test_pooling.py::"
+_STRUCTURES = "tests/pure/test_serve_structures.py::"
+_FORMS = "tests/pure/test_llm_forms.py::"
 
 MUTATIONS = [
     Mutation(
@@ -174,8 +176,8 @@ MUTATIONS = [
         "log-probabilities are lost in a form of events",
         "fields that were asked for and never come",
         "serve/streams.py",
-        " or delta.logprobs is not None:\n",
-        ":\n",
+        " and delta.logprobs is None\n",
+        "\n",
         _STREAMS + "test_an_event_that_brings_more_than_text_is_not_made_from_a_form[text]",
     ),
     Mutation(
@@ -394,5 +396,85 @@ MUTATIONS = [
         ' == "last" and end == join.prompt_len:',
         ' == "last":',
         _POOLING + "test_every_loop_pools_each_position_once[0]",
+    ),
+    Mutation(
+        "special tokens are told beside the tags",
+        "an end of turn in the middle of a text",
+        "llm/answer.py",
+        "False, texts.special_ids - form.shown_ids\n",
+        "False, frozenset()\n",
+        _FORMS + "test_tags_that_are_tokens_are_told_and_other_special_tokens_are_not",
+    ),
+    Mutation(
+        "tags that are tokens are left out before they are read",
+        "calls and reasoning that pass for content",
+        "llm/answer.py",
+        "        if self._skips and form is not None and form.shown_ids:\n",
+        "        if False:\n",
+        _FORMS + "test_tags_that_are_tokens_are_told_and_other_special_tokens_are_not",
+    ),
+    Mutation(
+        "the last token of a grammar's answer is taken for its end",
+        "an object without its brace",
+        "llm/answer.py",
+        "        if finish.stop_reason is not None or self._prompt.grammar is None:\n",
+        "        if True:\n",
+        _FORMS + "test_an_answer_that_its_grammar_ends_has_its_last_token",
+    ),
+    Mutation(
+        "a row's error is taken for the engine's",
+        "a server that ends because of one grammar",
+        "serve/front.py",
+        "        of_engine = step.outputs.step < 0\n",
+        "        of_engine = True\n",
+        _FRONT + "test_an_error_of_one_row_ends_its_request_and_no_other",
+    ),
+    Mutation(
+        "of two structures the first is taken",
+        "a wish that nobody heard",
+        "serve/structures.py",
+        "    if len(found) > 1:\n",
+        "    if False:\n",
+        _STRUCTURES + "test_two_structures_at_once_are_refused_with_their_names",
+    ),
+    Mutation(
+        "a structure begins where the reasoning should",
+        "a model that thinks in JSON",
+        "llm/reader.py",
+        "        if prompt.form is not None and prompt.form.thinks:\n",
+        "        if False:\n",
+        _FORMS + "test_structure_and_calls_begin_behind_the_reasoning",
+    ),
+    Mutation(
+        "a call that was cut looks whole",
+        "half a JSON object handed to a function",
+        "serve/replies.py",
+        'if called and reason == "stop" else reason',
+        "if called else reason",
+        _FORMS + "test_a_whole_answer_is_told_as_openai_does",
+    ),
+    Mutation(
+        "a template gets arguments as text",
+        "a conversation that GLM's template can't render, and Llama's writes twice quoted",
+        "text/chat.py",
+        "    if isinstance(arguments, str):\n",
+        "    if False:\n",
+        _FORMS + "test_arguments_of_calls_reach_a_template_as_an_object",
+    ),
+    Mutation(
+        "a stream's parser is not told of the end",
+        "a text without its last characters",
+        "serve/streams.py",
+        "            events += self._parsers.pop(index).finish()\n",
+        "            self._parsers.pop(index)\n",
+        _FORMS + "test_deltas_add_up_to_the_whole_message",
+    ),
+    Mutation(
+        "free text may take the reasoning's tag for its own",
+        "calls behind the reasoning that nothing holds",
+        "llm/reader.py",
+        '        must = asked.choice == "auto" and THINK not in self._special\n',
+        "        must = False\n",
+        _FORMS + "test_free_text_is_not_let_take_the_reasonings_tag_for_its_own",
     ),
 ]

@@ -144,7 +144,7 @@ SHOWN_BY = {
     "staging": {"depth"},
     "drain": {"loop", "depth"},
     "pipeline": {"pipeline"},
-    "grammar": set(),
+    "grammar": {"grammar"},
     "host-processor": set(),
 }
 
@@ -182,6 +182,7 @@ def test_all_choices_are_told_once_and_in_the_order_of_the_table() -> None:
         ({"max_step_tokens": 8, "max_rows": 64}, "chunked-prefill", "at most 64 positions"),
         ({}, "speculation", "no drafts (draft=ngram has them)"),
         ({"draft": "ngram"}, "speculation", "ngram: up to 3 drafts, so 1 to 4 tokens a row"),
+        ({}, "grammar", "its row alone is sampled behind the others"),
         ({"device": "hostile", "executor": "inline"}, "confidential", "can be made to block"),
     ],
 )
@@ -194,7 +195,6 @@ def test_a_choice_tells_what_is_chosen(options: dict[str, Any], choice: str, wor
 # the option that a choice would come with; once it is there, the choice has to be told anew
 COMES_WITH = {
     "dp-attention": "data_parallel_size",
-    "grammar": "grammar",
     "disaggregation": "role",
     "confidential": "confidential",
     "hybrid-caches": "mamba",

@@ -14,9 +14,19 @@ from starlette.routing import Route
 
 from stepahead.errors import ConfigError
 from stepahead.llm.prompts import Prompt
+from stepahead.llm.reader import Reader
 from stepahead.serve.app import serve_app
 from stepahead.serve.front import Front
-from stepahead.serve.messages import AskPage, Failed, Flush, Flushed, Page, Ready
+from stepahead.serve.messages import (
+    AskPage,
+    Failed,
+    Flush,
+    Flushed,
+    Page,
+    Ready,
+    Refused,
+    Submit,
+)
 from stepahead.serve.options import ServeConfig, serve_config
 from stepahead.serve.pages import answer_page
 from stepahead.serve.refusal import Refusal
@@ -24,7 +34,7 @@ from stepahead.text.texts import ToyTexts
 
 
 class Pages:
-    """An engine that answers pages and flushes alone."""
+    """An engine that answers pages and flushes, and holds no grammar."""
 
     def __init__(self, front: Front) -> None:
         self._front = front
@@ -37,6 +47,10 @@ class Pages:
             loop.call_soon(self._front.take, Page(message.key, 200, head, words))
         if isinstance(message, Flush):
             loop.call_soon(self._front.take, Flushed(message.key, 3))
+        if isinstance(message, Submit):
+            assert message.grammar is not None
+            words = ("InvalidParameter", "no answer can keep to it", "structured_outputs")
+            loop.call_soon(self._front.take, Refused(message.key, *words))
 
 
 def asked(
@@ -44,7 +58,10 @@ def asked(
     state: str = "ready",
     config: ServeConfig | None = None,
     at: str = "http://localhost",
+    body: dict[str, Any] | None = None,
 ) -> list[httpx.Response]:
+    post = {"prompt": [2]} if body is None else body
+
     async def run() -> list[httpx.Response]:
         front = Front(ToyTexts(90), 4, None)
         front.connect(Pages(front))
@@ -53,10 +70,12 @@ def asked(
         if state == "failed":
             front.take(Failed("its device is gone"))
         front.draining = state == "draining"
-        transport = httpx.ASGITransport(serve_app(front, config or ServeConfig(), "toy", 90))
+        transport = httpx.ASGITransport(
+            serve_app(front, config or ServeConfig(), "toy", Reader(front.texts, 90, ()))
+        )
         async with httpx.AsyncClient(transport=transport, base_url=at) as client:
             found = [
-                await client.request(how, path, json={"prompt": [2]} if how == "POST" else None)
+                await client.request(how, path, json=post if how == "POST" else None)
                 for how, path in requests
             ]
         front.close()
@@ -107,6 +126,12 @@ def test_a_page_elsewhere_can_not_ask_under_its_own_name(
     assert found.status_code == status
     if status == 403:
         assert found.json()["error"]["code"] == "host_not_allowed"
+
+
+def test_what_only_the_engine_can_not_hold_is_refused_by_the_field_that_asks_for_it() -> None:
+    (found,) = asked(("POST", "/v1/completions"), body={"prompt": [2], "guided_regex": "a+"})
+    assert found.status_code == 400
+    assert found.json()["error"]["param"] == "guided_regex"
 
 
 def test_what_the_engine_shows_is_handed_on() -> None:

@@ -23,7 +23,8 @@ from stepahead.serve.options import SERVE_ALIASES, ServeConfig, serve_config
 PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
 BEGIN, END = "<!-- begin flags -->\n", "<!-- end flags -->\n"
 # values that fit where 4 does not
-VALUES = {"dtype": "bfloat16", "device": "cpu", "loop": "serial", "host": "localhost"}
+PARSERS = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
+VALUES = PARSERS | {"dtype": "bfloat16", "device": "cpu", "loop": "serial", "host": "localhost"}
 
 
 APP = App(result_action="return_value")

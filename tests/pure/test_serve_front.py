@@ -18,6 +18,7 @@ from stepahead.serve.messages import Cancel, Failed, Ready, Refused, Step, Submi
 from stepahead.serve.refusal import Refusal
 from stepahead.serve.requests import read_chat_request, read_completion_request
 from stepahead.serve.streams import DONE, ChatStory, TextStory
+from stepahead.structured import Grammar, StructuredOutputs
 from stepahead.text.texts import ToyTexts
 from stepahead.types import Finish, LogprobRows, Outputs, PromptLogprobs, SamplingParams
 
@@ -51,10 +52,11 @@ class Engine:
         *finishes: Finish,
         logprobs: LogprobRows | None = None,
         prompt_logprobs: tuple[PromptLogprobs, ...] = (),
+        number: int = 0,
     ) -> None:
         rids = np.array([*tokens], np.int64)
         values = np.array([*tokens.values()], np.int32)
-        outputs = Outputs(0, rids, values, (), finishes, logprobs, prompt_logprobs)
+        outputs = Outputs(number, rids, values, (), finishes, logprobs, prompt_logprobs)
         self.front.take(Step(outputs))
 
 
@@ -240,7 +242,8 @@ def test_a_request_that_ends_by_a_failure_is_told_so() -> None:
         call = begin(front, streaming=True)
         rids = engine.take(engine.sent[0])
         engine.step({rids[0]: A})
-        engine.step({}, finish(rids[0], [A], "error", error="the model raised"))
+        # as an engine tells it that has failed: of no step
+        engine.step({}, finish(rids[0], [A], "error", error="the model raised"), number=-1)
         assert call.over
         items = await call.news()
         assert [delta.text for _, delta in items] == ["a"]  # what came before is told
@@ -251,6 +254,37 @@ def test_a_request_that_ends_by_a_failure_is_told_so() -> None:
             front.check_ready()
         front.take(Failed("its farewell"))
         assert front.failure == "the model raised"
+
+    played(play)
+
+
+def test_an_error_of_one_row_ends_its_request_and_no_other() -> None:
+    async def play(front: Front, engine: Engine) -> None:
+        call, other = begin(front, streaming=True, n=2), begin(front)
+        first, second = engine.take(engine.sent[0])
+        (third,) = engine.take(engine.sent[1])
+        engine.step({first: A, second: A})
+        engine.step({}, finish(first, [A], "error", error="no token may follow"))
+        assert not call.over  # its other choice goes on
+        engine.step({second: B}, finish(second, [A, B]))
+        assert call.error is not None
+        assert (call.error.status, call.error.code) == (500, "answer_failed")
+        assert "no token may follow" in call.error.message
+        assert front.failure is None
+        engine.step({third: A}, finish(third, [A]))
+        assert (await other.answers())[0].outputs[0].text == "a"
+        assert front.open_choices == 0
+
+    played(play)
+
+
+def test_a_grammar_goes_with_its_prompt_and_is_said_once() -> None:
+    async def play(front: Front, engine: Engine) -> None:
+        params = SamplingParams(structured_outputs=StructuredOutputs(regex="a+"))
+        front.begin("call", [Prompt([A], None, Grammar("start: /a+/"))], params, False)
+        (sent,) = engine.sent
+        assert sent.grammar == Grammar("start: /a+/")
+        assert sent.params == SamplingParams()
 
     played(play)
 

@@ -10,6 +10,7 @@ import re
 import httpx
 import pytest
 
+from stepahead.llm.reader import Reader
 from stepahead.serve.app import serve_app
 from stepahead.serve.front import Front
 from stepahead.serve.options import ServeConfig
@@ -24,7 +25,7 @@ MOST_BYTES = 32 * 1024
 def asked(*paths: str, **options: str) -> list[httpx.Response]:
     async def run() -> list[httpx.Response]:
         front = Front(ToyTexts(90), 4, None)
-        app = serve_app(front, ServeConfig(**options), "toy", 90)
+        app = serve_app(front, ServeConfig(**options), "toy", Reader(front.texts, 90, ()))
         async with httpx.AsyncClient(
             transport=httpx.ASGITransport(app), base_url="http://127.0.0.1"
         ) as client:

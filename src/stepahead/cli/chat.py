@@ -108,9 +108,9 @@ class Conversation:
 
     def _answer(self, messages: list[dict[str, str]]) -> Iterator[str]:
         llm, collector = self.llm, Collector(self.llm.tokenizer)
-        prompt = read_chat(messages, llm.tokenizer)
+        prompt = llm.reader.read_chat(messages, self.params)
         with Interruption(llm.close) as interruption:
-            rids = llm.engine.add(prompt.ids, self.params)
+            rids = llm.engine.add(prompt.ids, self.params, grammar=prompt.grammar)
             collector.open(0, prompt, self.params, rids, streaming=True)
             while llm.engine.has_work:
                 if interruption.asked:

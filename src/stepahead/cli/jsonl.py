@@ -303,7 +303,7 @@ def answered(line: Line, output: RequestOutput) -> dict[str, Any]:
     """The answer of a line: its first choice, and with several of them all in `choices`.
 
     Token ids are told to who asked with token ids, log-probabilities, hidden states and the
-    pooled one to who asked for them.
+    pooled one to who asked for them, the message where the answer has calls or reasoning in it.
     """
     with_ids = "prompt_token_ids" in line.fields
     first, *others = output.outputs
@@ -323,6 +323,8 @@ def answered(line: Line, output: RequestOutput) -> dict[str, Any]:
 
 def _choice(choice: CompletionOutput, with_ids: bool) -> dict[str, Any]:
     told: dict[str, Any] = {"text": choice.text}
+    if choice.message is not None:
+        told["message"] = choice.message
     if with_ids:
         told["token_ids"] = choice.token_ids
     told |= {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}

@@ -13,7 +13,15 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 from rich.console import Console
 
-from stepahead.cli.jsonl import AnswerFile, Line, answered, count_lines, failed, read_lines
+from stepahead.cli.jsonl import (
+    PROMPTS,
+    AnswerFile,
+    Line,
+    answered,
+    count_lines,
+    failed,
+    read_lines,
+)
 from stepahead.cli.options import (
     ChatTemplate,
     EngineFlags,
@@ -31,11 +39,13 @@ from stepahead.llm.figures import RunTally
 from stepahead.llm.interrupt import Interruption
 from stepahead.llm.offline import LLM, count_news
 from stepahead.llm.progress import Bar
-from stepahead.llm.prompts import Prompt, read_chat, read_prompt
+from stepahead.llm.prompts import Prompt, read_prompt
+from stepahead.llm.tools import read_tools
 from stepahead.text.bad_words import with_bad_word_ids
 from stepahead.types import SamplingParams, params_from
 
 _MAX_TOKENS = 256
+_TOOLS = ("tools", "tool_choice")  # fields of a line with messages
 _WINDOW_ROWS = 4  # requests in the engine, in steps' worth of rows
 _FED_AT_ONCE = 64  # lines tokenized between two steps: more would keep the device waiting
 
@@ -146,31 +156,31 @@ class Batch:
             raise
         except Exception as error:  # of what nobody thought: it is this line's, the rest goes on
             raise InvalidParameter(f"{type(error).__name__}: {error}", "line") from error
-        rids = self._llm.engine.add(prompt.ids, params)
+        rids = self._llm.engine.add(prompt.ids, params, grammar=prompt.grammar)
         self._lines[line.number] = line
         self._collector.open(line.number, prompt, params, rids)
 
     def _read(self, line: Line) -> tuple[Prompt, SamplingParams]:
         fields = dict(line.fields)
-        prompt = self._prompt(fields)
+        asked = {name: fields.pop(name) for name in PROMPTS if name in fields}
+        tools = [fields.pop(name, None) for name in _TOOLS] if "messages" in asked else []
         if fields.get("pooling") is not None:
-            return prompt, params_from(fields)  # the flags are about tokens, and it gets none
-        if fields.get("seed") is None:  # null too: the engine's own would be of the order
-            fields["seed"] = self._seed(line)
-        params = params_from(self._defaults | fields)
-        return prompt, with_bad_word_ids(params, self._llm.tokenizer)
+            params = params_from(fields)  # the flags are about tokens, and it gets none
+        else:
+            if fields.get("seed") is None:  # null too: the engine's own would be of the order
+                fields["seed"] = self._seed(line)
+            params = params_from(self._defaults | fields)
+            params = with_bad_word_ids(params, self._llm.tokenizer)
+        reader = self._llm.reader
+        if "messages" in asked:
+            wish = read_tools(*tools)
+            return reader.read_chat(asked["messages"], params, wish, untold=True), params
+        return reader.hold(read_prompt(asked, self._llm.tokenizer), params), params
 
     def _seed(self, line: Line) -> int:
         # of the line alone, so that a run that was resumed answers as one that was not
         seed = self._llm.resolved.config.seed
         return (seed * 0x9E3779B97F4A7C15 + line.number) % (1 << 63)
-
-    def _prompt(self, fields: dict[str, Any]) -> Prompt:
-        texts = self._llm.tokenizer
-        if "messages" in fields:
-            return read_chat(fields.pop("messages"), texts)
-        key = "prompt" if "prompt" in fields else "prompt_token_ids"
-        return read_prompt({key: fields.pop(key)}, texts)
 
     def _write(self, news: News) -> None:
         for number, output in news.done:

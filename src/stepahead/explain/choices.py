@@ -105,6 +105,12 @@ def _drafts(config: EngineConfig, model: Described) -> str:
     return f"{config.draft}: up to {most - 1} drafts, so 1 to {most} tokens a row and step{own}"
 
 
+def _grammar(config: EngineConfig, _model: Described) -> str:
+    if config.pipeline_stages > 1:
+        return f"{NOT_HERE} with pipeline stages: such requests are refused"
+    return "for each request that asks: its row alone is sampled behind the others"
+
+
 def _hidden(_config: EngineConfig, _model: Described) -> str:
     return "hidden states for each request that asks (return_hidden_states); no embedding models"
 
@@ -181,10 +187,12 @@ CHOICES: tuple[Choice, ...] = (
     Choice(
         "grammar",
         "grammar",
-        _missing("no structured output"),
-        "A row's mask needs its last token on the host: its sampling waits for the step before to "
-        "be retired. Only such rows have to wait; engines that defer the whole batch lose more.",
+        _grammar,
+        "A row's mask needs its last token on the host. Masks are made beside the runner, in the "
+        "shadow of the forward, and only such rows are sampled when they are there; engines that "
+        "defer the whole batch lose more.",
         "idle: mask late; against the share of such rows",
+        (SyncReason.GRAMMAR,),
     ),
     Choice(
         "disaggregation",

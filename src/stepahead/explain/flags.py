@@ -12,7 +12,7 @@ from typing import Literal
 
 Takes = Literal["value", "number", "json", "many", "nothing"]
 
-_TOOLS = "answers are not parsed for tools and reasoning yet"
+_GRAMMARS = "grammars are llguidance's, and need no options"
 _PROXY = "a proxy in front does that"
 _LOGGED = "requests are not logged; request_spans exports them"
 _ONE_DEVICE = "one rank so far"
@@ -83,7 +83,7 @@ VLLM: tuple[Flag, ...] = (
     _no("KV is kept in dtype", "--kv-cache-dtype"),
     _no("no quantised weights but GGUF's", "--quantization", "-q"),
     _no("prefill and decode share an engine", "--kv-transfer-config", takes="json"),
-    _no("structured output is not here yet", "--structured-outputs-config", takes="json"),
+    _no(_GRAMMARS, "--structured-outputs-config", takes="json"),
     _no("on CUDA steps are captured as graphs", "--enforce-eager", takes="nothing"),
     _no("on CUDA steps are captured as graphs", "--compilation-config", "-cc", takes="json"),
     _no(_KERNELS, "--attention-backend"),
@@ -107,9 +107,9 @@ VLLM: tuple[Flag, ...] = (
     _as("allow_origins", "--allowed-origins", takes="value"),
     _as("shutdown_timeout", "--shutdown-timeout", takes="value"),
     _no("one process speaks HTTP", "--api-server-count", "-asc", takes="number"),
-    _no(_TOOLS, "--tool-call-parser"),
-    _no(_TOOLS, "--reasoning-parser"),
-    _no(_TOOLS, "--enable-auto-tool-choice", takes="nothing"),
+    _as("tool_call_parser", "--tool-call-parser", takes="value"),
+    _as("reasoning_parser", "--reasoning-parser", takes="value"),
+    _no("tools are always taken", "--enable-auto-tool-choice", takes="nothing"),
     _no(_PROXY, "--ssl-keyfile"),
     _no(_PROXY, "--ssl-certfile"),
     _no(_PROXY, "--root-path"),
@@ -158,7 +158,7 @@ SGLANG: tuple[Flag, ...] = (
     _no(_DRAFTS, "--speculative-eagle-topk", takes="number"),
     _no(_DRAFTS, "--speculative-num-draft-tokens", takes="number"),
     _no(_DRAFTS, "--speculative-draft-model-path"),
-    _no("structured output is not here yet", "--grammar-backend"),
+    _no(_GRAMMARS, "--grammar-backend"),
     _no("prefill and decode share an engine", "--disaggregation-mode"),
     _no("prefill and decode share an engine", "--disaggregation-transfer-backend"),
     _no("prefill and decode share an engine", "--enable-pdmux", takes="nothing"),
@@ -190,8 +190,8 @@ SGLANG: tuple[Flag, ...] = (
     _as("served_name", "--served-model-name", takes="value"),
     _as("max_waiting", "--max-queued-requests"),
     _no("metrics are always shown", "--enable-metrics", takes="nothing"),
-    _no(_TOOLS, "--tool-call-parser"),
-    _no(_TOOLS, "--reasoning-parser"),
+    _as("tool_call_parser", "--tool-call-parser", takes="value"),
+    _as("reasoning_parser", "--reasoning-parser", takes="value"),
     _no(_PROXY, "--ssl-keyfile"),
     _no(_PROXY, "--ssl-certfile"),
     _no(_LOGGED, "--log-requests", takes="nothing"),

@@ -26,6 +26,7 @@ from stepahead.structured import Grammar, StructuredOutputs
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
+OWN_PARAM = "structured_outputs"
 _KEPT = 256  # grammars, by what asked for them
 _MAX_REASON_CHARS = 400
 _WHERE = re.compile(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?")
@@ -39,10 +40,11 @@ class GrammarCompiler:
         self._vocabulary = vocabulary
         self._checked = functools.lru_cache(_KEPT)(self._check)
 
-    def compile(self, asked: StructuredOutputs, param: str = "structured_outputs") -> Grammar:
+    def compile(self, asked: StructuredOutputs, param: str = OWN_PARAM) -> Grammar:
         """What `asked` asks for; the same value for equal wishes.
 
-        Raises InvalidParameter, for `param`, that says what can't be honoured.
+        Raises InvalidParameter, for `param` (or the field of structured_outputs, if it is that),
+        that says what can't be honoured.
         """
         return self.check(with_options(_lark_of(asked, param)), param)
 
@@ -66,14 +68,17 @@ class GrammarCompiler:
 
 
 def _lark_of(asked: StructuredOutputs, param: str) -> str:
+    def named(field: str) -> str:
+        return f"{param}.{field}" if param == OWN_PARAM else param
+
     if asked.json is not None:
-        return f"start: %json {schema_text(asked.json, f'{param}.json')}"
+        return f"start: %json {schema_text(asked.json, named('json'))}"
     if asked.json_object:
-        return f"start: %json {schema_text({'type': 'object'}, f'{param}.json_object')}"
+        return f"start: %json {schema_text({'type': 'object'}, named('json_object'))}"
     if asked.regex is not None:
-        return regex_grammar(asked.regex, f"{param}.regex")
+        return regex_grammar(asked.regex, named("regex"))
     if asked.grammar is not None:
-        return own_grammar(asked.grammar, f"{param}.grammar")
+        return own_grammar(asked.grammar, named("grammar"))
     assert asked.choice is not None
     return choice_grammar(asked.choice)
 

@@ -41,7 +41,10 @@ class ToolGrammar:
 
 def tool_grammar(asked: ToolGrammar) -> str | None:
     """Its text for `GrammarCompiler.check`; None where nothing is to be held: the model may call or
-    not, and no tool is strict.  Raises InvalidParameter ("tools" or "tool_choice")."""
+    not, as often as it likes, and no tool is strict.
+
+    Raises InvalidParameter ("tools" or "tool_choice").
+    """
     tools = list(asked.tools)
     if not tools:
         raise InvalidParameter("tools is empty; leave it out", "tools")
@@ -54,17 +57,24 @@ def tool_grammar(asked: ToolGrammar) -> str | None:
                 f"tool_choice names no tool of tools: {asked.choice!r}", "tool_choice"
             )
         return _lark(ToolGrammar(tools, "required", asked.tool_format, False, asked.special))
-    if asked.choice == "auto" and not any(tool.strict for tool in tools):
+    if asked.choice == "auto" and asked.parallel and not any(tool.strict for tool in tools):
         return None
     return _lark(asked)
 
 
-def after_reasoning(grammar: Grammar, special: Mapping[str, int], inside: bool) -> str:
-    """The text of `grammar` behind reasoning that is free; `inside` if the prompt has opened it."""
+def after_reasoning(
+    grammar: Grammar, special: Mapping[str, int], inside: bool, optional: bool = False
+) -> str:
+    """The text of `grammar` behind reasoning that is free; `inside` if the prompt has opened it.
+
+    `optional`: it may be left out, if `inside` doesn't say otherwise.  Not for a `grammar` that
+    takes the opening tag for text of its own.
+    """
     end = _tag(THINK_END, special)
     think = f"TEXT {end}" if THINK_END in special else "think_text"
+    reasoning = f"{'' if inside else _tag(THINK, special)} {think} /\\n{{0,2}}/"
     rules = [
-        f"start: {'' if inside else _tag(THINK, special)} {think} /\\n{{0,2}}/ @answer",
+        f"start: {f'[{reasoning}]' if optional and not inside else reasoning} @answer",
         f"TEXT: {_ANY_TEXT}",
         f"think_text[lazy]: {_ANY_TEXT} {literal(THINK_END)}",
     ]

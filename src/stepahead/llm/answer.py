@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from stepahead.llm.prompts import Prompt
 from stepahead.text.texts import Texts, TextStream, decode_after
 from stepahead.types import (
     CompletionOutput,
@@ -50,7 +51,7 @@ class Answer:
     def __init__(
         self,
         texts: Texts,
-        prompt_ids: Sequence[int],
+        prompt: Prompt,
         params: SamplingParams,
         index: int,
         streaming: bool,
@@ -59,24 +60,30 @@ class Answer:
         self.params = params
         self.logprobs: list[Alternatives] | None = None if params.logprobs is None else []
         self.hidden: list[np.ndarray] | None = [] if params.return_hidden_states else None
-        self.pool = Pool(len(prompt_ids)) if params.pooling is not None else None
+        self.pool = Pool(len(prompt.ids)) if params.pooling is not None else None
         self.told_tokens = 0
         self._texts = texts
-        self._prompt_ids = prompt_ids
+        self._prompt = prompt
         self._stops = () if params.include_stop_str_in_output else params.stops
         self.streaming = streaming
         self._stream: TextStream | None = None
         self._pieces: list[str] = []  # all text that came out of the stream
         self._told = 0  # characters
         self._held = ""  # the end of it that is not told: a stop string may begin there
+        form = prompt.form
+        self._skips = params.skip_special_tokens
+        self._left_out: frozenset[int] = frozenset()
+        if self._skips and form is not None and form.shown_ids:
+            # tags are told: the decoder leaves nothing out, and we all special tokens but those
+            self._skips, self._left_out = False, texts.special_ids - form.shown_ids
         if streaming:
-            self._stream = texts.stream(params.skip_special_tokens, prompt_ids)
+            self._stream = texts.stream(self._skips, prompt.ids)
 
     def push(self, token: int) -> str:
         """Takes a token that is not the last; the text that can be told now."""
         assert self._stream is not None, "only a streaming answer is told piece by piece"
         self.told_tokens += 1
-        text = self._stream.push((token,))
+        text = self._stream.push(self._shown((token,)))
         self._pieces.append(text)
         if self._stops:
             text = self._hold(self._held + text)
@@ -102,7 +109,7 @@ class Answer:
         """The whole answer, and the text of it that was not told yet."""
         ids: list[int] = finish.tokens.tolist()
         text = self._cut(self._text(ids, finish), finish)
-        logprobs = self.logprobs
+        logprobs, form = self.logprobs, self._prompt.form
         total = None if logprobs is None else _total(logprobs, ids)
         output = CompletionOutput(
             index=self.index,
@@ -113,6 +120,7 @@ class Answer:
             finish_reason=finish.reason,
             stop_reason=finish.stop_reason,
             error=finish.error,
+            message=None if form is None or self.streaming else form.message(text),
             hidden_states=None if self.hidden is None else _stacked(self.hidden, len(ids)),
             pooled=None if self.pool is None else self.pool.mean(),
         )
@@ -120,13 +128,26 @@ class Answer:
 
     def _text(self, ids: list[int], finish: Finish) -> str:
         shown = ids
-        if _stopped_by_token(finish) and not self.params.include_stop_str_in_output:
+        if self._stopped_by_token(finish) and not self.params.include_stop_str_in_output:
             shown = ids[:-1]
         if self._stream is None:
-            skip = self.params.skip_special_tokens
-            return decode_after(self._texts, self._prompt_ids, shown, skip)
-        self._pieces += (self._stream.push(shown[self.told_tokens :]), self._stream.finish())
+            return decode_after(self._texts, self._prompt.ids, self._shown(shown), self._skips)
+        rest = self._shown(shown[self.told_tokens :])
+        self._pieces += (self._stream.push(rest), self._stream.finish())
         return "".join(self._pieces)
+
+    def _stopped_by_token(self, finish: Finish) -> bool:
+        if finish.reason != "stop" or isinstance(finish.stop_reason, str):
+            return False
+        if finish.stop_reason is not None or self._prompt.grammar is None:
+            return True
+        # a grammar that is complete ends with a token of the answer
+        return bool(len(finish.tokens)) and int(finish.tokens[-1]) in self._prompt.eos_ids
+
+    def _shown(self, ids: Sequence[int]) -> Sequence[int]:
+        if not self._left_out:
+            return ids
+        return [token for token in ids if token not in self._left_out]
 
     def _cut(self, text: str, finish: Finish) -> str:
         stop = finish.stop_reason
@@ -142,10 +163,6 @@ class Answer:
             end = text.rfind(stop) + len(stop) if stop in text else len(text)
         cut = text[:end]
         return cut if self.params.include_stop_str_in_output else cut.removesuffix(stop)
-
-
-def _stopped_by_token(finish: Finish) -> bool:
-    return finish.reason == "stop" and not isinstance(finish.stop_reason, str)
 
 
 def _stacked(rows: list[np.ndarray], count: int) -> np.ndarray:

@@ -111,7 +111,7 @@ class Collector:
     ) -> None:
         """Expects outputs for `rids`, the choices of one prompt, as `Engine.add` gave them."""
         answers = [
-            Answer(self._texts, prompt.ids, params, index, streaming) for index in range(len(rids))
+            Answer(self._texts, prompt, params, index, streaming) for index in range(len(rids))
         ]
         asked = _Asked(key, prompt, answers, self._clock_s())
         for rid, answer in zip(rids, answers, strict=True):

@@ -26,11 +26,12 @@ from stepahead.llm.progress import Bar
 from stepahead.llm.prompts import (
     Prompt,
     prompt_list,
-    read_chat,
     read_prompt,
     read_template,
     template_variables,
 )
+from stepahead.llm.reader import Reader
+from stepahead.llm.tools import read_tools
 from stepahead.observe.probes import Probes, probes
 from stepahead.text.bad_words import with_bad_word_ids
 from stepahead.text.texts import Texts
@@ -69,6 +70,8 @@ class LLM:
         self.observe_url: str | None = beside.url  # where the engine is shown, if it is
         self.engine: Engine = assembly.engine
         self.tokenizer: Texts = assembly.texts
+        facts = assembly.resolved.facts
+        self.reader = Reader(assembly.texts, facts.vocab_size, facts.eos_ids)
         self.settings: tuple[str, ...] = assembly.settings
         self._keys = itertools.count()
         self._answering = threading.Lock()
@@ -119,8 +122,8 @@ class LLM:
         """
         found = prompt_list(prompts)
 
-        def read(prompt: Any) -> Prompt:
-            return read_prompt(prompt, self.tokenizer)
+        def read(prompt: Any, params: SamplingParams) -> Prompt:
+            return self.reader.hold(read_prompt(prompt, self.tokenizer), params)
 
         return self._answer("prompts", found, read, sampling_params, use_tqdm)
 
@@ -132,20 +135,29 @@ class LLM:
         use_tqdm: bool | None = None,
         add_generation_prompt: bool = True,
         tools: list[dict[str, Any]] | None = None,
+        tool_choice: str | dict[str, Any] | None = None,
+        parallel_tool_calls: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answers one conversation (a list of messages) or a list of them, as `generate` does.
 
+        `tools` and `tool_choice` are those of OpenAI's API.  With
+        tools, and where the model reasons first, each output has its `message` with tool_calls and
+        reasoning_content, which can be put into the conversation as it is; not where the template
+        teaches calls that are written in another way than the known ones.
         `chat_template_kwargs` are further variables for the model's template.
         """
         one = isinstance(messages, Sequence) and messages and isinstance(messages[0], Mapping)
         found = [messages] if one else prompt_list(messages)
-        variables = {"tools": tools, **template_variables(chat_template_kwargs)}
+        variables = template_variables(chat_template_kwargs)
+        wish = read_tools(tools, tool_choice, parallel_tool_calls)
 
-        def read(conversation: Any) -> Prompt:
-            return read_chat(
+        def read(conversation: Any, params: SamplingParams) -> Prompt:
+            return self.reader.read_chat(
                 conversation,
-                self.tokenizer,
+                params,
+                wish,
+                untold=True,
                 add_generation_prompt=add_generation_prompt,
                 **variables,
             )
@@ -156,7 +168,7 @@ class LLM:
         self,
         name: str,
         prompts: list[Any],
-        read: Callable[[Any], Prompt],
+        read: Callable[[Any, SamplingParams], Prompt],
         sampling_params: Params,
         use_tqdm: bool | None,
     ) -> list[RequestOutput]:
@@ -180,7 +192,7 @@ class LLM:
         self,
         name: str,
         prompts: list[Any],
-        read: Callable[[Any], Prompt],
+        read: Callable[[Any, SamplingParams], Prompt],
         sampling_params: Params,
         use_tqdm: bool | None,
     ) -> list[RequestOutput]:
@@ -192,9 +204,9 @@ class LLM:
             try:
                 for place, prompt in enumerate(prompts):
                     with _naming(f"{name}[{place}]"):
-                        asked = read(prompt)
+                        asked = read(prompt, params[place])
                         own = with_bad_word_ids(params[place], self.tokenizer)
-                        rids = self.engine.add(asked.ids, own)
+                        rids = self.engine.add(asked.ids, own, grammar=asked.grammar)
                     collector.open(keys[place], asked, params[place], rids)
                     if interruption.asked:
                         raise interruption.error

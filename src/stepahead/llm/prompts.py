@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 
 from stepahead.errors import ConfigError, InvalidParameter
+from stepahead.llm.forms import Form
+from stepahead.structured import Grammar
 from stepahead.text.texts import Texts
 
 _KEYS = ("prompt", "prompt_token_ids")
@@ -19,10 +21,17 @@ _NOT_EXTRA = ("messages", "add_generation_prompt", "special_tokens")
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids, and the text they are of where there is one."""
+    """Token ids, and the text they are of where there is one.
+
+    `grammar` is what the answer keeps to, and ends with, or with one of `eos_ids`, which are no
+    text of it; `form` is what is told apart in it, if anything.
+    """
 
     ids: list[int]
     text: str | None = None
+    grammar: Grammar | None = None
+    form: Form | None = None
+    eos_ids: frozenset[int] = frozenset()
 
 
 def prompt_list(prompts: Any) -> list[Any]:

@@ -74,3 +74,28 @@ def merged(events: Iterable[Event]) -> list[Event]:
         elif isinstance(last, Content | Reasoning) and isinstance(event, Content | Reasoning):
             out[-1] = replace(last, text=last.text + event.text)
     return out
+
+
+def message_of(events: Iterable[Event]) -> dict[str, Any]:
+    """The whole message that these deltas add up to, as OpenAI tells it.
+
+    `content` is None where there is nothing but calls; `reasoning_content` and `tool_calls` are
+    there if there are any.
+    """
+    content, reasoning, calls = "", "", dict[int, dict[str, Any]]()
+    for event in events:
+        if isinstance(event, Content):
+            content += event.text
+        elif isinstance(event, Reasoning):
+            reasoning += event.text
+        elif isinstance(event, CallStart):
+            function = {"name": event.name, "arguments": ""}
+            calls[event.index] = {"id": event.id, "type": "function", "function": function}
+        else:
+            calls[event.index]["function"]["arguments"] += event.text
+    message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = list(calls.values())
+    return message

@@ -37,6 +37,8 @@ class Tool:
             raise InvalidParameter(
                 f"tools: a name has 1 to 64 of A-Z, a-z, 0-9, _, . and -, not {name!r}", "tools"
             )
+        if not isinstance(function.get("description"), str | None):
+            raise InvalidParameter(f"tools: the description of {name} must be text", "tools")
         parameters = function.get("parameters")
         if parameters is None:
             parameters = dict(_NO_PARAMETERS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,8 @@ from starlette.routing import Route
 from stepahead import __version__
 from stepahead.errors import RequestError
 from stepahead.llm.prompts import Prompt, template_variables
+from stepahead.llm.reader import Reader
+from stepahead.llm.tools import read_tools
 from stepahead.serve.calls import Call
 from stepahead.serve.cards import (
     Aborted,
@@ -32,7 +34,7 @@ from stepahead.serve.cards import (
     Tokens,
     Version,
 )
-from stepahead.serve.embeddings import embedding_reply, read_embedding_request
+from stepahead.serve.embeddings import AskedEmbeddings, embedding_reply, read_embedding_request
 from stepahead.serve.front import Front
 from stepahead.serve.http import (
     KeyGuard,
@@ -51,6 +53,7 @@ from stepahead.serve.refusal import Refusal, bad_request, refusal_of
 from stepahead.serve.replies import chat_reply, text_reply
 from stepahead.serve.requests import (
     AskedChat,
+    AskedCompletion,
     TokenizeFields,
     read_abort,
     read_chat_request,
@@ -68,9 +71,9 @@ from stepahead.watch.loopback import LocalOnly
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
-def serve_app(front: Front, config: ServeConfig, model: str, vocab_size: int) -> Starlette:
+def serve_app(front: Front, config: ServeConfig, model: str, reader: Reader) -> Starlette:
     """The app of a server; `model` is what clients call it."""
-    routes = Routes(front, config, model, vocab_size)
+    routes = Routes(front, config, model, reader)
     endpoints: list[tuple[str, str, Endpoint]] = [
         ("POST", "/v1/chat/completions", routes.chat),
         ("POST", "/v1/completions", routes.completions),
@@ -91,7 +94,7 @@ def serve_app(front: Front, config: ServeConfig, model: str, vocab_size: int) ->
     ]
     exposed = [Exposed(how, path, _first_line(endpoint)) for how, path, endpoint in endpoints]
     with_key = config.api_key is not None
-    routes.document = openapi_document(exposed, with_key, model, vocab_size)
+    routes.document = openapi_document(exposed, with_key, model, reader.vocab_size)
     middleware = []
     if config.allow_origins:
         open_to: dict[str, Any] = {"allow_origins": config.allow_origins}
@@ -121,10 +124,11 @@ def _first_line(endpoint: Endpoint) -> str:
 class Routes:
     """One method a route; `document` is what /openapi.json tells of them."""
 
-    def __init__(self, front: Front, config: ServeConfig, model: str, vocab_size: int) -> None:
+    def __init__(self, front: Front, config: ServeConfig, model: str, reader: Reader) -> None:
         self._front = front
         self._model = model
-        self._vocab_size = vocab_size
+        self._reader = reader
+        self._vocab_size = reader.vocab_size
         self._most_bytes = int(config.max_body_mb * 1e6)
         self._began = int(time.time())
         self.document: dict[str, Any] = {}
@@ -136,9 +140,10 @@ class Routes:
         asked = read_chat_request(await self._body(request))
         self._check_model(asked.model)
         self._front.check_room(asked.params.n)
-        prompt = await self._off_loop(partial(_chat_prompt, self._front.texts, asked))
+        prompt = await self._off_loop(partial(_chat_prompt, self._reader, asked))
         id, created = asked.label or f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
-        call = await self._begin(id, [prompt], asked.params, asked.stream)
+        held = asked.structure if asked.tools is None else "tools"
+        call = await self._begin(id, [prompt], asked.params, asked.stream, held)
         texts = self._front.texts
         if asked.stream:
             story = ChatStory(asked, call, texts, created, self._model)
@@ -152,9 +157,9 @@ class Routes:
         self._check_model(asked.model)
         many = "n" if len(asked.prompts) == 1 else "prompt"
         self._front.check_room(asked.params.n * len(asked.prompts), many)
-        prompts = await self._prompts(asked.prompts, asked.add_special_tokens)
+        prompts = await self._prompts(asked)
         id, created = asked.label or f"cmpl-{uuid.uuid4().hex}", int(time.time())
-        call = await self._begin(id, prompts, asked.params, asked.stream)
+        call = await self._begin(id, prompts, asked.params, asked.stream, asked.structure)
         texts = self._front.texts
         if asked.stream:
             story = TextStory(asked, call, texts, created, self._model)
@@ -169,7 +174,7 @@ class Routes:
         self._front.check_room(len(asked.prompts), "input")
         id, created = asked.label or f"embd-{uuid.uuid4().hex}", int(time.time())
         try:
-            prompts = await self._prompts(asked.prompts, asked.add_special_tokens)
+            prompts = await self._prompts(asked)
             call = await self._begin(id, prompts, asked.params, False)
         except Refusal as refusal:
             if refusal.param == "prompt":
@@ -178,17 +183,21 @@ class Routes:
         outputs = await self._whole(request, call)
         return json_answer(embedding_reply(asked, id, created, self._model, outputs))
 
-    async def _prompts(self, given: Sequence[str | list[int]], special: bool) -> list[Prompt]:
-        texts, size = self._front.texts, self._vocab_size
+    async def _prompts(self, asked: AskedCompletion | AskedEmbeddings) -> list[Prompt]:
         found: list[Prompt] = await self._off_loop(
-            lambda: [_prompt(texts, one, special, size) for one in given]
+            lambda: [_prompt(self._reader, one, asked) for one in asked.prompts]
         )
         return found
 
     async def _begin(
-        self, id: str, prompts: list[Prompt], params: SamplingParams, stream: bool
+        self,
+        id: str,
+        prompts: list[Prompt],
+        params: SamplingParams,
+        stream: bool,
+        held: str = "structured_outputs",
     ) -> Call:
-        """A call that the engine has taken; Refusal."""
+        """A call that the engine has taken; Refusal.  `held` is the field that grammars are of."""
         front = self._front
         front.check_room(params.n * len(prompts))  # others may have come meanwhile
         front.check_lengths(prompts)
@@ -198,8 +207,10 @@ class Routes:
         call = front.begin(id, prompts, params, stream)
         try:
             await call.settled()
-        except BaseException:
+        except BaseException as error:
             front.cancel(call)
+            if isinstance(error, Refusal) and error.param == "structured_outputs":
+                error.param = held
             raise
         return call
 
@@ -230,7 +241,7 @@ class Routes:
         """POST /tokenize"""
         fields = read_tokenize(await self._body(request))
         self._check_model(fields.model)
-        ids = await self._off_loop(partial(_tokenize, self._front.texts, fields))
+        ids = await self._off_loop(partial(_tokenize, self._reader.texts, fields))
         strs: list[str] | UnsetType = UNSET
         if fields.return_token_strs:
             pieces = self._front.texts.token_bytes
@@ -312,25 +323,35 @@ class Routes:
         return Response(page.body, page.status, headers)
 
 
-def _chat_prompt(texts: Texts, asked: AskedChat) -> Prompt:
-    variables = template_variables(asked.template_kwargs)
-    ids = texts.encode_chat(
-        asked.messages, add_generation_prompt=asked.add_generation_prompt, **variables
+def _chat_prompt(reader: Reader, asked: AskedChat) -> Prompt:
+    return reader.read_chat(
+        asked.messages,
+        asked.params,
+        asked.tools,
+        param=asked.structure,
+        parse=asked.told_apart,
+        add_generation_prompt=asked.add_generation_prompt,
+        **template_variables(asked.template_kwargs),
     )
-    return Prompt(ids)
 
 
-def _prompt(texts: Texts, given: str | list[int], special: bool, vocab_size: int) -> Prompt:
+def _prompt(
+    reader: Reader, given: str | list[int], asked: AskedCompletion | AskedEmbeddings
+) -> Prompt:
     if isinstance(given, str):
-        return Prompt(texts.encode(given, special), given)
-    as_prompt(given, vocab_size)  # refuses ids that are not there
-    return Prompt(given)
+        prompt = Prompt(reader.texts.encode(given, asked.add_special_tokens), given)
+    else:
+        as_prompt(given, reader.vocab_size)  # refuses ids that are not there
+        prompt = Prompt(given)
+    return reader.hold(prompt, asked.params, asked.structure)
 
 
 def _tokenize(texts: Texts, fields: TokenizeFields) -> list[int]:
     if fields.messages is None:
         return texts.encode(fields.prompt or "", fields.add_special_tokens is not False)
     variables = template_variables(fields.chat_template_kwargs)
+    if (wish := read_tools(fields.tools)) is not None:
+        variables["tools"] = list(wish.given)
     return texts.encode_chat(
         fields.messages, add_generation_prompt=fields.add_generation_prompt, **variables
     )

@@ -43,6 +43,7 @@ class AskedEmbeddings:
     prompts: tuple[str | list[int], ...]
     add_special_tokens: bool
     as_base64: bool
+    structure: str = ""  # there is none
 
 
 class Embedding(msgspec.Struct, frozen=True):

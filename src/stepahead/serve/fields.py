@@ -39,29 +39,25 @@ SAMPLING = (
 )
 # other engines' names for what SamplingParams calls otherwise
 SPELLINGS = {"vllm_xargs": "extra_args", "custom_params": "extra_args"}
-_TOOLS = "tools are not supported yet; leave it out"
-_STRUCTURED = "structured output is not supported yet; leave it out"
+_CHAT = "a prompt is completed as it stands; use chat for it"
+_LIBRARY = "grammars are llguidance's; leave it out"
 _SOUND = "only text is understood and made; leave it out"
 _BEAM = "beam search is not supported; leave it out"
 _ADAPTER = "adapters are not supported; leave it out"
 _KV = "moving a request's KV between servers is not supported; leave it out"
 _HOOK = "code in a request is not run; leave it out"
-_THINK = "reasoning is not told apart from the answer yet; leave it out"
+_THINK = "what reasoning a template knows to ask for goes in chat_template_kwargs"
 
 # field: (values that ask for nothing, what is said of any other)
 NOT_YET: dict[str, tuple[tuple[Any, ...], str]] = {
     # OpenAI's
     "audio": ((), _SOUND),
     "modalities": ((["text"],), _SOUND),
-    "functions": (([],), _TOOLS),
-    "function_call": (("none",), _TOOLS),
-    "tools": (([],), _TOOLS),
-    "tool_choice": (("none", "auto"), _TOOLS),
-    "parallel_tool_calls": ((True, False), _TOOLS),
-    "response_format": (({"type": "text"},), _STRUCTURED),
+    "functions": (([],), "an older spelling that is not read; give tools"),
+    "function_call": (("none",), "an older spelling that is not read; give tool_choice"),
     "prediction": ((), "predicted outputs are not supported; leave it out"),
     "prompt_cache_retention": (("in_memory", "in-memory"), "pages stay as long as there is room"),
-    "reasoning_effort": (("none",), _THINK),
+    "reasoning_effort": ((), _THINK),
     "verbosity": (("medium",), "a model's verbosity can't be set; ask for it in the prompt"),
     "service_tier": (("auto", "default"), "there is one tier; leave it out"),
     "store": ((False,), "nothing is stored; leave it out"),
@@ -69,17 +65,9 @@ NOT_YET: dict[str, tuple[tuple[Any, ...], str]] = {
     "suffix": (("",), "filling in between is not supported; leave it out"),
     "moderation": ((), "nothing is moderated; leave it out"),
     # vLLM's, SGLang's, or both's
-    "structured_outputs": ((), _STRUCTURED),
-    "guided_json": ((), _STRUCTURED),
-    "guided_regex": ((), _STRUCTURED),
-    "guided_choice": ((), _STRUCTURED),
-    "guided_grammar": ((), _STRUCTURED),
-    "guided_decoding_backend": ((), _STRUCTURED),
-    "guided_whitespace_pattern": ((), _STRUCTURED),
-    "structural_tag": ((), _STRUCTURED),
-    "json_schema": ((), _STRUCTURED),
-    "regex": ((), _STRUCTURED),
-    "ebnf": ((), _STRUCTURED),
+    "guided_decoding_backend": (("auto", "guidance", "llguidance"), _LIBRARY),
+    "guided_whitespace_pattern": ((), "white space can't be chosen; leave it out"),
+    "structural_tag": ((), "it is not supported; ask for calls with tools"),
     "use_beam_search": ((False,), _BEAM),
     "length_penalty": ((1.0,), _BEAM),
     "early_stopping": ((False,), _BEAM),
@@ -106,15 +94,21 @@ NOT_YET: dict[str, tuple[tuple[Any, ...], str]] = {
     "chat_template": ((), "a template is code: start the server with --chat-template FILE"),
     "continue_final_message": ((False,), "an answer can't be continued yet; use completions"),
     "documents": (([],), "give them with chat_template_kwargs, if the template knows them"),
-    "include_reasoning": ((True,), _THINK),
-    "separate_reasoning": ((True,), _THINK),
-    "stream_reasoning": ((True,), _THINK),
-    "thinking_token_budget": ((), _THINK),
+    "stream_reasoning": ((True,), "reasoning is told as it comes; leave it out"),
+    "thinking_token_budget": ((), "reasoning ends when the model ends it; leave it out"),
     "prompt_embeds": ((), "prompts are text or token ids"),
     "repetition_detection": ((), "repetition is not detected; use the penalties"),
     "truncation": (("disabled",), "a prompt that is too long is refused; shorten it"),
     "truncate_prompt_tokens": ((), "a prompt that is too long is refused; shorten it"),
     "return_text_in_logprobs": ((True,), "texts are always told; leave it out"),
+}
+# the same for completions, which know no conversation
+TEXT_NOT_YET = NOT_YET | {
+    "tools": (([],), _CHAT),
+    "tool_choice": (("none", "auto"), _CHAT),
+    "parallel_tool_calls": ((True, False), _CHAT),
+    "include_reasoning": ((True,), _CHAT),
+    "separate_reasoning": ((True,), _CHAT),
 }
 Kind = TypeVar("Kind", bound=msgspec.Struct)
 
@@ -145,14 +139,18 @@ def split_sampling(found: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
 
 
 def take_neutral(
-    found: Mapping[str, Any], refused: Mapping[str, tuple[tuple[Any, ...], str]] = NOT_YET
+    found: Mapping[str, Any],
+    refused: Mapping[str, tuple[tuple[Any, ...], str]] = NOT_YET,
+    inside: str = "",
 ) -> dict[str, Any]:
-    """The fields without those of `refused` that ask for nothing; Refusal names one that does."""
+    """The fields without those of `refused` that ask for nothing; Refusal names one that does, or
+    the field that it is `inside` of."""
     for name in found:
         if name in refused:
             neutral, words = refused[name]
             if not any(_same(found[name], value) for value in neutral):
-                raise bad_request(f"{name}: {words}", name, "unsupported_value")
+                where = f"{inside}.{name}" if inside else name
+                raise bad_request(f"{where}: {words}", inside or name, "unsupported_value")
     return {name: value for name, value in found.items() if name not in refused}
 
 

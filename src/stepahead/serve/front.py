@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
 import numpy as np
+from msgspec.structs import replace
 
 from stepahead.llm.collect import Collector
 from stepahead.llm.prompts import Prompt
@@ -42,6 +43,12 @@ _THREADS = 2  # that tokenize: a prompt of a hundred thousand tokens must not ho
 
 def _engine_failed(words: str) -> Refusal:
     return not_now(f"the engine has failed: {words}", "engine_failed")
+
+
+def _failed(words: str, of_engine: bool) -> Refusal:
+    if of_engine:
+        return _engine_failed(words)
+    return Refusal(500, f"the answer could not be made: {words}", "answer_failed")
 
 
 class Wire(Protocol):
@@ -133,10 +140,13 @@ class Front:
     ) -> Call:
         """Hands prompts to the engine."""
         call = Call(label, prompts, params, streaming)
+        # what the grammars of the prompts hold is said twice else
+        sent = replace(params, structured_outputs=None)
         keyed = [(next(self._keys), part) for part in call.parts]
         for key, part in keyed:
             # before it counts: one that can't be sent would be waited for without an end
-            self._send(Submit(key, np.array(part.prompt.ids, np.int32), params))
+            ids = np.array(part.prompt.ids, np.int32)
+            self._send(Submit(key, ids, sent, part.prompt.grammar))
         self._parts.update(keyed)
         loop = asyncio.get_running_loop()
         call.told_s = loop.time()
@@ -219,6 +229,8 @@ class Front:
             future.set_result(message)
 
     def _take_step(self, step: Step) -> None:
+        # an engine that has failed runs no step any more; an error in one is a row's alone
+        of_engine = step.outputs.step < 0
         news = self._collector.take(step.outputs)
         self.open_choices -= len(step.outputs.finishes)
         for delta in news.deltas:
@@ -229,10 +241,10 @@ class Front:
             part = key
             part.call.outputs[part.place] = output
             if errors := [choice.error for choice in output.outputs if choice.error]:
-                part.call.fail(_engine_failed(errors[0]))
+                part.call.fail(_failed(errors[0], of_engine))
             self._end(part)
         failed = next((end for end in step.outputs.finishes if end.reason == "error"), None)
-        if failed is not None:
+        if failed is not None and of_engine:
             # the engine's last message but for its farewell: a client whose stream tells of the
             # failure must not find the server healthy
             self.fail(failed.error)

@@ -15,7 +15,7 @@ from stepahead import __version__
 from stepahead.bans import MAX_BAD_WORD_LEN, MAX_BAD_WORDS
 from stepahead.serve import cards
 from stepahead.serve.embeddings import EMBEDDINGS_NOT_YET, EmbeddingFields, EmbeddingReply
-from stepahead.serve.fields import NOT_YET, SAMPLING, SPELLINGS
+from stepahead.serve.fields import NOT_YET, SAMPLING, SPELLINGS, TEXT_NOT_YET
 from stepahead.serve.refusal import ErrorReply
 from stepahead.serve.replies import ChatReply, TextReply
 from stepahead.serve.requests import (
@@ -49,7 +49,7 @@ class Body:
 
 BODIES = {
     "/v1/chat/completions": Body(ChatFields, True, NOT_YET),
-    "/v1/completions": Body(CompletionFields, True, NOT_YET),
+    "/v1/completions": Body(CompletionFields, True, TEXT_NOT_YET),
     "/v1/embeddings": Body(EmbeddingFields, False, EMBEDDINGS_NOT_YET),
     "/tokenize": Body(TokenizeFields, False, NOT_YET),
     "/detokenize": Body(DetokenizeFields),
@@ -88,6 +88,7 @@ _ERRORS = {
 _TEXT: Schema = {"type": "string", "minLength": 1}
 _LABEL: Schema = {"type": "string", "minLength": 1, "maxLength": 256}
 _WORD: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_BAD_WORD_LEN}
+_FUNCTION_NAME: Schema = {"type": "string", "pattern": r"^[A-Za-z0-9_.-]{1,64}$"}
 _STOP: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LEN}
 _REF = "#/components/schemas/{name}"
 
@@ -134,6 +135,7 @@ def _closer(model: str, vocab_size: int) -> dict[str, Schema]:
     said: Schema = {"anyOf": [{"type": "string"}, parts]}
     message: Schema = {"type": "object", "required": ["role", "content"]}
     message["properties"] = {"role": _TEXT, "content": said}
+    choices: list[Schema] = [{"enum": ["none", "auto", "required"]}, _named_function()]
     return {
         "model": {"const": model},
         "prompt": prompt,
@@ -149,7 +151,35 @@ def _closer(model: str, vocab_size: int) -> dict[str, Schema]:
         "top_logprobs": {"type": "integer", "minimum": 0, "maximum": MAX_LOGPROBS},
         "max_completion_tokens": {"type": "integer", "minimum": 1},
         "messages": _list_of(message, minItems=1),
+        "tools": _list_of(_tool()),
+        "tool_choice": {"anyOf": choices},
+        "guided_choice": _list_of({"type": "string"}, minItems=1),
     }
+
+
+def _object_of(properties: Schema, *required: str) -> Schema:
+    """An object with these properties and no other."""
+    whole: Schema = {"type": "object", "properties": properties, "required": list(required)}
+    return whole | {"additionalProperties": False}
+
+
+def _tool() -> Schema:
+    function: Schema = {
+        "name": _FUNCTION_NAME,
+        "description": {"type": "string"},
+        "parameters": {"type": "object"},
+        "strict": {"type": "boolean"},
+    }
+    whole = {"type": {"const": "function"}, "function": _object_of(function, "name")}
+    return {"type": "object", "properties": whole, "required": ["type", "function"]}
+
+
+def _named_function() -> Schema:
+    named = {
+        "type": {"const": "function"},
+        "function": _object_of({"name": _FUNCTION_NAME}, "name"),
+    }
+    return _object_of(named, "type", "function")
 
 
 def _list_of(items: Schema, **more: int) -> Schema:
@@ -162,7 +192,7 @@ def _body(schema: Schema, body: Body, sampling: Schema, closer: Mapping[str, Sch
         own |= {name: sampling[name] for name in SAMPLING}
         own |= {name: sampling[ours] for name, ours in SPELLINGS.items()}
     if body.fields is TokenizeFields:
-        closer = {"model": closer["model"], "messages": closer["messages"]}
+        closer = {name: closer[name] for name in ("model", "messages", "tools")}
     required = set(schema.get("required", ()))
     fields: dict[str, Schema] = {}
     for name, found in own.items():

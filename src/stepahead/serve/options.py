@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from stepahead.errors import ConfigError
+from stepahead.parse.formats import AUTO, REASONING_PARSERS, TOOL_PARSERS
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,10 @@ class ServeConfig:
     shutdown_timeout  seconds that running requests may take to end after SIGTERM
     max_body_mb       most megabytes of a request's body; more is refused with 413
     ping_interval     seconds of silence after which a stream gets a comment line
+    tool_call_parser  how the model writes tool calls: hermes, glm or llama3; auto looks what its
+                      chat template teaches, none looks for none
+    reasoning_parser  whether it reasons first: think (between <think> and </think>), none, or auto,
+                      as its chat template says
     restart           start the engine again when it dies; three times in a row within a minute are
                       too often, and end the server
     """
@@ -38,6 +44,8 @@ class ServeConfig:
     shutdown_timeout: float = 30.0
     max_body_mb: float = 32.0
     ping_interval: float = 10.0
+    tool_call_parser: str = AUTO
+    reasoning_parser: str = AUTO
     restart: bool = False
 
     @property
@@ -54,6 +62,11 @@ class ServeConfig:
             value = getattr(self, name)
             if value is not None and not (lowest <= value < math.inf):
                 raise ConfigError(f"{name}={value}; give a number of at least {lowest:g}")
+        for name, known in _PARSERS.items():
+            value = getattr(self, name)
+            if value != AUTO and value.replace("-", "_") not in known:
+                names = ", ".join([AUTO, *known])
+                raise ConfigError(f"{name}={value!r} is not known; give one of {names}")
         for origin in self.allow_origins or ():
             if "[" in origin.partition("://")[0]:  # in JSON, as vLLM takes them
                 words = "give each origin as a word of its own"
@@ -72,6 +85,10 @@ _SECONDS = {
     "shutdown_timeout": 0.0,
     "max_body_mb": 1e-3,
     "ping_interval": 1e-3,
+}
+_PARSERS: dict[str, Mapping[str, object]] = {
+    "tool_call_parser": TOOL_PARSERS,
+    "reasoning_parser": REASONING_PARSERS,
 }
 # what other engines call our fields
 SERVE_ALIASES = {

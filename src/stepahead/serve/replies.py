@@ -10,8 +10,9 @@ from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 
-from stepahead.serve.requests import Asked
+from stepahead.serve.requests import Asked, AskedChat
 from stepahead.text.texts import Texts
 from stepahead.types import CompletionOutput, Logprob, RequestOutput
 
@@ -72,12 +73,29 @@ class TextLogprobs(msgspec.Struct, frozen=True):
     top_logprobs: list[dict[str, float] | None]
 
 
+class CalledFunction(msgspec.Struct, frozen=True):
+    """A function to call; `arguments` are the text of a JSON object, as far as it was made."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """A call of a tool; `id` is what its result is sent back with."""
+
+    id: str
+    function: CalledFunction
+    type: str = "function"
+
+
 class ChatMessage(msgspec.Struct, frozen=True):
-    """What was answered."""
+    """What was answered; `content` is null where there is nothing but calls."""
 
     role: str
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
@@ -192,17 +210,29 @@ class Wording:
         return told
 
 
+def finish_reason(reason: str | None, called: bool) -> str | None:
+    """As it is told: an answer that has calls ended for them, unless it was cut."""
+    return "tool_calls" if called and reason == "stop" else reason
+
+
+def _chat_message(asked: AskedChat, choice: CompletionOutput) -> ChatMessage:
+    if choice.message is None:
+        return ChatMessage("assistant", choice.text)
+    found = msgspec.convert(choice.message, ChatMessage)
+    return found if asked.tell_reasoning else replace(found, reasoning_content=UNSET)
+
+
 def chat_reply(
-    asked: Asked, texts: Texts, id: str, created: int, model: str, output: RequestOutput
+    asked: AskedChat, texts: Texts, id: str, created: int, model: str, output: RequestOutput
 ) -> ChatReply:
     """The answer to a conversation."""
     wording = Wording(texts, asked.told_as_ids, asked.show_logprobs or 0)
     choices = [
         ChatChoice(
             choice.index,
-            ChatMessage("assistant", choice.text),
+            _chat_message(asked, choice),
             None if choice.logprobs is None else wording.chat(choice.token_ids, choice.logprobs),
-            choice.finish_reason,
+            finish_reason(choice.finish_reason, bool((choice.message or {}).get("tool_calls"))),
             choice.stop_reason,
             choice.token_ids if asked.token_ids else UNSET,
         )

@@ -8,8 +8,16 @@ from typing import Any, TypeAlias
 import msgspec
 
 from stepahead.errors import RequestError
-from stepahead.serve.fields import convert, read_object, split_sampling, take_neutral
+from stepahead.llm.tools import ToolWish, read_tools
+from stepahead.serve.fields import (
+    TEXT_NOT_YET,
+    convert,
+    read_object,
+    split_sampling,
+    take_neutral,
+)
 from stepahead.serve.refusal import bad_request, refusal_of
+from stepahead.serve.structures import Structures, read_structure
 from stepahead.types import MAX_LOGPROBS, SamplingParams, params_from
 
 Given: TypeAlias = Any  # text, token ids, or a list of either: more kinds than a type can tell
@@ -23,7 +31,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool = False
 
 
-class _Common(msgspec.Struct, kw_only=True):
+class _Common(Structures, kw_only=True):
     """Fields of both APIs that are no sampling parameters.
 
     The last five are labels, which ask for nothing.
@@ -54,6 +62,11 @@ class ChatFields(_Common, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     echo: bool = False
     add_special_tokens: bool = False
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
+    include_reasoning: bool = True
+    separate_reasoning: bool = True
 
 
 class CompletionFields(_Common, kw_only=True):
@@ -73,6 +86,7 @@ class Asked:
     show_logprobs   alternatives to tell for each token, None for no log-probabilities
     told_as_ids     tokens are told as "token_id:7" in log-probabilities
     no_output       only the prompt is wanted, by `echo` and a max_tokens of 0
+    structure       the field that says what `params.structured_outputs` does
     """
 
     model: str | None
@@ -83,17 +97,24 @@ class Asked:
     show_logprobs: int | None
     told_as_ids: bool
     token_ids: bool
+    structure: str
     echo: bool = False
     no_output: bool = False
 
 
 @dataclass(frozen=True)
 class AskedChat(Asked):
-    """A conversation."""
+    """A conversation.
+
+    tell_reasoning  it is told, in a field of its own if it is `told_apart`
+    """
 
     messages: tuple[dict[str, Any], ...] = ()
     add_generation_prompt: bool = True
     template_kwargs: dict[str, Any] | None = None
+    tools: ToolWish | None = None
+    tell_reasoning: bool = True
+    told_apart: bool = True
 
 
 @dataclass(frozen=True)
@@ -122,13 +143,32 @@ def read_chat_request(body: bytes) -> AskedChat:
         sampling["max_tokens"] = fields.max_completion_tokens
     _check_stream(fields, sampling)
     shown = _chat_logprobs(fields)
-    params = _params(sampling, {"max_tokens": None}, shown)
+    params, structure = _params(fields, sampling, {"max_tokens": None}, shown)
     return AskedChat(
         **_common(fields, params, shown),
+        structure=structure,
         messages=tuple(fields.messages),
         add_generation_prompt=fields.add_generation_prompt,
         template_kwargs=fields.chat_template_kwargs,
+        tools=_read_tools(fields),
+        tell_reasoning=fields.include_reasoning,
+        told_apart=fields.separate_reasoning,
     )
+
+
+def _read_tools(fields: ChatFields) -> ToolWish | None:
+    try:
+        found = read_tools(fields.tools, fields.tool_choice, fields.parallel_tool_calls)
+    except RequestError as error:
+        raise refusal_of(error) from error
+    if not fields.separate_reasoning:
+        if found is not None:
+            words = "separate_reasoning: calls are looked for behind the reasoning; leave it out"
+            raise bad_request(words, "separate_reasoning", "unsupported_value")
+        if not fields.include_reasoning:
+            words = "include_reasoning: what is not told apart can't be left out; give one of them"
+            raise bad_request(words, "include_reasoning")
+    return found
 
 
 def _chat_logprobs(fields: ChatFields) -> int | None:
@@ -149,7 +189,7 @@ def _within(name: str, top: int) -> int:
 def read_completion_request(body: bytes) -> AskedCompletion:
     """Refusal names the field that can't be honoured."""
     sampling, rest = split_sampling(read_object(body))
-    fields = convert(take_neutral(rest), CompletionFields)
+    fields = convert(take_neutral(rest, TEXT_NOT_YET), CompletionFields)
     _check_stream(fields, sampling)
     prompts = read_prompts(fields.prompt, "prompt")
     no_output = fields.echo and _is_zero(sampling.get("max_tokens"))
@@ -158,12 +198,13 @@ def read_completion_request(body: bytes) -> AskedCompletion:
     shown = None if fields.logprobs is None else _within("logprobs", fields.logprobs)
     if fields.echo and shown is not None:
         sampling.setdefault("prompt_logprobs", shown)
-    params = _params(sampling, {}, shown)
+    params, structure = _params(fields, sampling, {}, shown)
     if fields.best_of not in (None, params.n):
         words = f"best_of={fields.best_of}: only all {params.n} choices of n can be returned"
         raise bad_request(words, "best_of", "unsupported_value")
     return AskedCompletion(
         **_common(fields, params, shown),
+        structure=structure,
         echo=fields.echo,
         no_output=no_output,
         prompts=prompts,
@@ -192,10 +233,13 @@ def _is_id(value: Any) -> bool:
 
 
 def _params(
-    sampling: dict[str, Any], defaults: dict[str, Any], shown: int | None
-) -> SamplingParams:
+    fields: _Common, sampling: dict[str, Any], defaults: dict[str, Any], shown: int | None
+) -> tuple[SamplingParams, str]:
+    """And the field that says what the answer must be."""
+    asked, structure = read_structure(fields)
+    own = {"logprobs": shown, "structured_outputs": asked}
     try:
-        return params_from({**defaults, **sampling, "logprobs": shown})
+        return params_from({**defaults, **sampling, **own}), structure
     except RequestError as error:
         raise refusal_of(error) from error
 
@@ -247,6 +291,7 @@ class TokenizeFields(msgspec.Struct, kw_only=True):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
     return_token_strs: bool = False
 
 

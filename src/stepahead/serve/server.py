@@ -15,6 +15,7 @@ from stepahead.assemble import model_parts
 from stepahead.config import EngineConfig
 from stepahead.errors import ConfigError, EngineError
 from stepahead.executor.stops import STOPS, begin_to_stop
+from stepahead.llm.reader import Reader
 from stepahead.serve.app import serve_app
 from stepahead.serve.front import Front
 from stepahead.serve.keeper import EngineKeeper
@@ -69,7 +70,9 @@ class Server:
         self._socket = listen(config.host, config.port)
         self._front = Front(parts.texts, config.max_waiting, config.request_timeout)
         self._name = config.served_name or _model_name(engine.model)
-        app = serve_app(self._front, config, self._name, parts.facts.vocab_size)
+        parsers = (config.tool_call_parser, config.reasoning_parser)
+        reader = Reader(parts.texts, parts.facts.vocab_size, parts.facts.eos_ids, *parsers)
+        app = serve_app(self._front, config, self._name, reader)
         self._start = Start(engine, chat_template, config.max_waiting, self._name)
         self._uvicorn = _Uvicorn(
             uvicorn.Config(

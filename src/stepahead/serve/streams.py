@@ -9,6 +9,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from stepahead.llm.collect import Delta
+from stepahead.llm.forms import Form
+from stepahead.parse import AnswerStream, CallStart, Content, Event, Reasoning, merged
 from stepahead.serve.calls import Call
 from stepahead.serve.refusal import Refusal
 from stepahead.serve.replies import (
@@ -18,9 +20,10 @@ from stepahead.serve.replies import (
     Usage,
     Wording,
     echoed,
+    finish_reason,
     usage_of,
 )
-from stepahead.serve.requests import Asked
+from stepahead.serve.requests import Asked, AskedChat
 from stepahead.text.texts import Texts
 
 Rows = Sequence[Alternatives | None]
@@ -35,6 +38,8 @@ class ChatDelta(msgspec.Struct, frozen=True):
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[dict[str, Any]] | UnsetType = UNSET
 
 
 class ChatPiece(msgspec.Struct, frozen=True):
@@ -146,13 +151,25 @@ class _Telling:
 
         Nearly all are such: what is around the text is encoded once.
         """
-        if not self._plain or delta.finish_reason is not None or delta.logprobs is not None:
+        if not self.is_plain(delta):
             return None
-        self._made += len(delta.token_ids)
-        before, after = self._forms.get(index) or self._form(index)
-        return before + _encode(delta.text) + after
+        return self.only_text(index, delta.text, len(delta.token_ids))
 
-    def _form(self, index: int) -> tuple[bytes, bytes]:
+    def is_plain(self, delta: Delta) -> bool:
+        """Whether it brings nothing but text."""
+        return self._plain and delta.finish_reason is None and delta.logprobs is None
+
+    def only_text(self, index: int, text: str, tokens: int) -> bytes:
+        """The event of text that so many tokens bring."""
+        self._made += tokens
+        before, after = self._forms.get(index) or self._form_of(index)
+        return before + _encode(text) + after
+
+    def passed(self, tokens: int) -> None:
+        """So many tokens have come, and nothing is told of them yet."""
+        self._made += tokens
+
+    def _form_of(self, index: int) -> tuple[bytes, bytes]:
         marked = self.piece(self._plain_piece(index, _MARK), 0)
         # from the end: a name before it may hold the mark, what follows has no words of the user's
         before, _, after = marked.rpartition(_encode(_MARK))
@@ -178,11 +195,17 @@ class _Telling:
 
 
 class ChatStory(_Telling):
-    """A conversation's answer; a chunk for each token."""
+    """A conversation's answer; a chunk for each token, or for each thing that is told apart."""
 
-    def __init__(self, asked: Asked, call: Call, texts: Texts, created: int, model: str) -> None:
+    def __init__(
+        self, asked: AskedChat, call: Call, texts: Texts, created: int, model: str
+    ) -> None:
         kind = "chat.completion.chunk"
         super().__init__(asked, call, texts, kind, created, model, _plain_chat)
+        self._tell_reasoning = asked.tell_reasoning
+        self._form = call.parts[0].prompt.form
+        self._parsers: dict[int, AnswerStream] = {}  # by choice, while it comes
+        self._called: set[int] = set()  # choices with calls
 
     def begin(self) -> bytes:
         """The role, of each choice."""
@@ -197,20 +220,54 @@ class ChatStory(_Telling):
         return b"".join([self._tell(place, delta) for place, delta in items])
 
     def _tell(self, place: int, delta: Delta) -> bytes:
-        index, told = self.index(place, delta), None
+        index = self.index(place, delta)
+        if self._form is not None:
+            return self._tell_apart(index, delta, self._form)
         if plain := self.plain(index, delta):
             return plain
+        return self._whole(index, delta, ChatDelta(content=delta.text))
+
+    def _whole(self, index: int, delta: Delta, new: ChatDelta) -> bytes:
+        """An event with all that came of a choice."""
+        told = None
         if delta.logprobs is not None:
             told = self.wording.chat(delta.token_ids, delta.logprobs)
         piece = ChatPiece(
             index,
-            ChatDelta(content=delta.text),
+            new,
             told,
-            delta.finish_reason,
+            finish_reason(delta.finish_reason, index in self._called),
             UNSET if delta.finish_reason is None else delta.stop_reason,
             delta.token_ids if self.asked.token_ids else UNSET,
         )
         return self.piece(piece, len(delta.token_ids))
+
+    def _tell_apart(self, index: int, delta: Delta, form: Form) -> bytes:
+        """An event for each thing that is sure now.  The last one has what else came; a token that
+        makes nothing sure, and brings nothing else, has none."""
+        events = self._parsed(index, delta, form)
+        if self.is_plain(delta):
+            if not events:
+                self.passed(len(delta.token_ids))
+                return b""
+            if len(events) == 1 and isinstance(events[0], Content):
+                return self.only_text(index, events[0].text, len(delta.token_ids))
+        *first, last = [ChatDelta(**event.delta()) for event in events] or [ChatDelta()]
+        told = [self.piece(ChatPiece(index, new), 0) for new in first]
+        return b"".join([*told, self._whole(index, delta, last)])
+
+    def _parsed(self, index: int, delta: Delta, form: Form) -> list[Event]:
+        parser = self._parsers.get(index)
+        if parser is None:
+            parser = self._parsers[index] = form.stream()
+        events = parser.push(delta.text)
+        if delta.finish_reason is not None:
+            events += self._parsers.pop(index).finish()
+        if any(isinstance(event, CallStart) for event in events):
+            self._called.add(index)
+        if not self._tell_reasoning:
+            events = [event for event in events if not isinstance(event, Reasoning)]
+        return merged(events)
 
 
 class TextStory(_Telling):

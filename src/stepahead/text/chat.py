@@ -7,6 +7,7 @@ request.
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
@@ -77,12 +78,46 @@ def _checked_message(place: int, message: object) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         _refuse(f'{where} needs a role, a string such as "user"; it has {role!r}')
-    checked = dict(message)
-    if checked.get("content") is not None:
-        checked["content"] = _text(f"{where}.content", checked["content"])
-    elif not checked.get("tool_calls"):  # a call of tools needs no words
+    # clients dump messages with all their fields, and templates ask whether a field is there
+    checked = {name: value for name, value in message.items() if value is not None}
+    if "function_call" in checked:
+        _refuse(f"{where}.function_call is not read; write it as one of tool_calls")
+    calls = checked.pop("tool_calls", None)
+    if calls:
+        checked["tool_calls"] = _calls(f"{where}.tool_calls", calls)
+        checked.setdefault("content", "")  # templates would write None
+    elif "content" not in checked:
         _refuse(f"{where} needs a content, a string or a list of text parts")
+    checked["content"] = _text(f"{where}.content", checked["content"])
     return checked
+
+
+def _calls(where: str, calls: object) -> list[dict[str, Any]]:
+    if not isinstance(calls, Sequence) or isinstance(calls, str | bytes):
+        _refuse(f"{where} must be a list of calls, not {type(calls).__name__}")
+    return [_call(f"{where}[{place}]", call) for place, call in enumerate(calls)]
+
+
+def _call(where: str, call: object) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        _refuse(f"{where} needs a function with a name")
+    assert isinstance(call, Mapping)
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = _decoded(f"{where}.function.arguments", arguments)
+    # none are an empty object to templates that go through them
+    return {**call, "function": {**function, "arguments": arguments or {}}}
+
+
+def _decoded(where: str, text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        _refuse(f"{where} is no JSON ({error})")
+    if not isinstance(found, dict):
+        _refuse(f"{where} must be a JSON object")
+    return found
 
 
 def _text(where: str, content: object) -> str:

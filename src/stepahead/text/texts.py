@@ -34,6 +34,7 @@ class Texts(Protocol):
 
     special_ids: frozenset[int]
     eos_ids: tuple[int, ...]
+    chat_template: str | None
 
     @property
     def token_bytes(self) -> list[bytes]:
@@ -93,6 +94,7 @@ class ToyTexts:
         for token in self.special_ids:
             self._shown[token] = b""
         self.eos_ids: tuple[int, ...] = (TOY_EOS,)
+        self.chat_template: str | None = None
         self.bos_id: int | None = None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
