@@ -199,6 +199,7 @@ class LlamaCpp:
         import llama_cpp
 
         self._api: Any = llama_cpp
+        self._api.llama_backend_init()
         self._rows: int = job["rows"]
         path = self._quantised(Path(job["model"]), Path(job["folder"]), job["precision"])
         self._model = self._api.llama_model_load_from_file(

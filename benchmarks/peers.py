@@ -65,6 +65,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TEXT = Path(__file__).resolve().with_name("peers_text.txt")
 REFERENCE = f"{OURS} float32"
 CHUNK = 256  # of the scored text
+WARM = 8  # tokens of each prompt, and new ones, that warm the decode step up; the text does prompts
 SETUP = "install these peers, or all, each into an environment of its own, and measure nothing"
 FIGURES: dict[str, tuple[str, Figure]] = {
     "step_ms_1": ("step, 1 row", lambda one: one.step_ms_1),
@@ -194,7 +195,7 @@ class Field:
         self._not_run: dict[str, str] = {}
 
     def start(self, job: Job) -> None:
-        """Builds an engine, warms it up, and has it score the text."""
+        """Builds an engine, has it score the text, and warms its decode step up."""
         if reason := refusal(job, self._model, self._folder):
             self._not_run[job.name] = reason
             return
@@ -206,8 +207,8 @@ class Field:
             self._workers[job.name] = worker
             ask_run(worker, self._prompts[:1], 1)
             self._starts_s[job.name] = time.monotonic() - began_s
-            ask_run(worker, self._prompts, 4)
             self._scores[job.name] = worker.ask({"score": self._chunks})
+            ask_run(worker, [ids[:WARM] for ids in self._prompts], WARM)
             self._turns[job.name] = []
         except PeerFailed as failure:
             self._fail(job.name, failure)
