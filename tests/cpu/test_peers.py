@@ -203,3 +203,35 @@ def test_agreement_counts_where_the_reference_is_clear(figures: Any) -> None:
     reference = {"best": [1, 2, 3, 4], "margins": [1.0, 0.05, 2.0, 0.2], "logprobs": []}
     assert figures.agreement({"best": [1, 9, 3, 9]}, reference) == pytest.approx(2 / 3)
     assert figures.perplexity({"logprobs": [0.0, 0.0]}) == 1.0
+
+
+# --- floors -------------------------------------------------------------------------------------
+
+
+def test_a_floor_is_the_longer_of_moving_and_computing(
+    peers: Any, figures: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import cpu_floor
+
+    monkeypatch.setattr(cpu_floor, "ROWS", (1, 2))
+    monkeypatch.setattr(cpu_floor, "RATE_ROWS", 4)
+    monkeypatch.setattr(cpu_floor, "BLOCK_BYTES", 1 << 12)
+    spec = cpu_floor.read_spec(tiny_file(tmp_path / "tiny.gguf"))
+    weights = 2 * (64 * 32 + 32 * 32 + 3 * 32 * 48) + spec.vocab_size * 32
+    assert sum(rows * columns for rows, columns in cpu_floor.shapes(spec)) == weights
+    memory, (linear, absent) = cpu_floor.memory_rates(1), cpu_floor.linear_layers(spec, 1)
+    assert "F.linear float32" in linear
+    assert linear.keys() | absent.keys() == cpu_floor.KERNELS.keys()
+    step = {"float32": {1: figures.Spread(9.0, 9.0, 9.0)}}
+    known = {"F.linear float32": {rows: figures.Spread(2.0, 2.0, 2.0) for rows in (1, 2, 4)}}
+    first, second = cpu_floor.floors(spec, 0.001, known, step)  # 1 MB a second
+    assert first.need.mb == pytest.approx(
+        (4 * weights + 2 * 2 * 2 * 8 * 192 * 4 + 8 * spec.vocab_size) / 1e6
+    )
+    assert first.least == pytest.approx(first.need.mb / 0.001)
+    (fast, _) = cpu_floor.floors(spec, 1e9, known, step)
+    assert fast.least == pytest.approx(fast.need.gflop / (2 * weights * 4 / 2e-3 / 1e9) * 1e3)
+    assert (first.step, second.step) == (step["float32"][1], None)
+    line = cpu_floor.as_json(memory, linear, absent, [first, second])
+    assert [one["step_ms"] for one in json.loads(json.dumps(line))["floor"]] == [9.0, None]
+    assert len(cpu_floor.tables(memory, linear, absent, [first, second])) == 2

@@ -14,6 +14,10 @@ VOCAB = 500
 LLAMA_FTYPE_ALL_F32, LLAMA_FTYPE_MOSTLY_Q8_0, LLAMA_FTYPE_MOSTLY_Q4_1 = 0, 7, 3
 
 
+def llama_backend_init() -> None:
+    pass
+
+
 def llama_model_quantize_default_params() -> Any:
     return SimpleNamespace(ftype=None, allow_requantize=False)
 
