@@ -330,7 +330,7 @@ def as_json(run: Run, model: Path, threads: int) -> dict[str, Any]:
     found = {key: spreads(run.turns, figure) for key, (_, figure) in FIGURES.items()}
 
     def medians(key: str) -> dict[str, float]:
-        return {name: round(one.median, 3) for name, one in found[key].items()}
+        return {name: short(one.median) for name, one in found[key].items()}
 
     alone, many = medians("step_ms_1"), medians("step_ms_32")
     first, last = medians("first_token_ms_median"), medians("first_token_ms_last")
@@ -363,12 +363,17 @@ def as_json(run: Run, model: Path, threads: int) -> dict[str, Any]:
     }
 
 
+def short(value: float) -> float:
+    """To four digits, as small as it may be."""
+    return float(f"{value:.4g}")
+
+
 def in_json(one: Ratio | None) -> float | None:
-    return None if one is None else round(one.spread.median, 3)
+    return None if one is None else short(one.spread.median)
 
 
 def bounds(one: Spread) -> list[float]:
-    return [round(one.low, 3), round(one.high, 3)]
+    return [short(one.low), short(one.high)]
 
 
 def set_up_all(folder: Path, names: list[str]) -> int:
