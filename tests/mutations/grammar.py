@@ -72,8 +72,8 @@ MUTATIONS = [
         "a mask's bits are read from the other end",
         "tokens forbidden and allowed at random",
         "runner/grammar.py",
-        "masks_dev.unsqueeze(-1) >> bits & 1",
-        "masks_dev.unsqueeze(-1) >> (31 - bits) & 1",
+        'axis=1, bitorder="little")',
+        'axis=1, bitorder="big")',
         _MATCHERS + "test_apply_masks_forbids_exactly_the_zeros",
     ),
     Mutation(

@@ -75,6 +75,12 @@ class LateSide:
         """Has the matchers hear the late rows' tokens once `event` has passed, and `drafts`
         int64[m, k], what may come next."""
         heard = Heard()
+        if event.done():
+            # Nothing is left beside, or these masks would not be there.  A thread would only fight
+            # with this one for the interpreter, while the next step is launched.
+            self._hear(step, rows, tokens, drafts, heard)
+            heard.point = event
+            return heard
         side = self._made_side()
         side.do(lambda: self._hear(step, rows, tokens, drafts, heard), event)
         heard.point = side.mark()

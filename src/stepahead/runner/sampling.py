@@ -131,6 +131,9 @@ class Sampling:
         asked: Asked | None,
         masks_dev: Tensor | None = None,
     ) -> None:
+        if part.empty:
+            out.tokens_dev = look.tokens_dev[:0]
+            return
         group = part.group
         if group.hidden_rows_dev is not None:
             out.hidden_dev = part.pick(look.states_dev)[group.hidden_rows_dev].float()
