@@ -3,8 +3,8 @@
 
     python tests/validity.py [--model tiny|smollm2|PATH] [--answers 2000] [--max-tokens 100]
 
-Each request takes the next schema of tests/schemas.py.  `tiny` is a Llama of random weights with 500
-tokens, which knows nothing of JSON.  What ends by its grammar must parse and validate with
+Each request takes the next schema of tests/schemas.py.  `tiny` is a Llama of random weights with
+500 tokens, which knows nothing of JSON.  What ends by its grammar must parse and validate with
 `jsonschema`; what max_tokens cuts must say so.  Prints a table and, last, one JSON line.
 """
 

@@ -77,6 +77,31 @@ MUTATIONS = [
         _MATCHERS + "test_apply_masks_forbids_exactly_the_zeros",
     ),
     Mutation(
+        "a forbidden logit that is no number stays one",
+        "a token that the grammar forbids, as the largest",
+        "runner/grammar.py",
+        "np.fmin(values[rows]",
+        "np.minimum(values[rows]",
+        _MATCHERS + "test_a_forbidden_logit_that_is_no_number_is_forbidden",
+    ),
+    Mutation(
+        "logits outlive the step that they were made in",
+        "memory of whole steps that nobody reads any more",
+        "runner/sampling.py",
+        "            box.look = None\n",
+        "",
+        "tests/cpu/test_grammar_engine.py::"
+        "test_of_two_thousand_steps_under_grammars_nothing_is_left",
+    ),
+    Mutation(
+        "a step with some late rows is taken for one of late rows alone",
+        "rows held to the masks of others",
+        "runner/stage.py",
+        "whole = late.all()",
+        "whole = late.any()",
+        "tests/cpu/test_parity_grammar.py::test_every_loop_keeps_to_grammars_as_the_serial_one[0-False]",
+    ),
+    Mutation(
         "only the tokenizer's own cut of a text is allowed",
         "a mask that calls Python and leaves out tokens that are right",
         "grammar/lark.py",
