@@ -135,7 +135,7 @@ MUTATIONS = [
         "the sampler's group outlives its rows",
         "one request's parameters applied to another",
         "runner/stage.py",
-        "        if not plan.same_rows:\n            turn.group = None\n",
+        "        if not plan.same_rows:\n            turn.parts = None\n",
         "",
         "tests/cpu/test_parity_toy.py::test_every_client_hears_the_same[0]",
     ),

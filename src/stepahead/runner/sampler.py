@@ -71,6 +71,11 @@ class SampleGroup:
     hidden_rows_dev: Tensor | None
     ends: Ends | None
 
+    @property
+    def plain(self) -> bool:
+        """Whether a token is the largest logit, as it stands."""
+        return self.drawn is None and self.edits is None and self.penalised is None
+
 
 def _floats(bits: Tensor) -> Tensor:
     return bits.view(torch.float64).to(torch.float32)
@@ -93,7 +98,7 @@ def sample(
         _apply_edits(logits, group.edits, positions_dev)
     if group.penalised is not None:
         _apply_penalties(logits, group.penalised, counts, before_dev)
-    tokens = _best(logits)
+    tokens = best(logits)
     if group.drawn is not None:
         rows = group.drawn.rows_dev
         tokens[rows] = _draw(logits[rows], group.drawn, positions_dev[rows])
@@ -102,7 +107,7 @@ def sample(
     return tokens
 
 
-def _best(logits: Tensor) -> Tensor:
+def best(logits: Tensor) -> Tensor:
     """int64[r]: the first of the largest of float32[r, vocab]."""
     if logits.device.type == "cpu":  # a tenth of what torch takes there
         return torch.from_numpy(logits.numpy().argmax(-1))
@@ -143,7 +148,7 @@ def _draw(logits: Tensor, drawn: Drawn, positions_dev: Tensor) -> Tensor:
     if drawn.filters:
         _filter(logits, top_p, min_p, top_k)
     noise = gumbel(row_keys(drawn.keys_dev, positions_dev), logits.shape[-1])
-    return _best(noise.add_(logits))
+    return best(noise.add_(logits))
 
 
 def _filter(logits: Tensor, top_p: Tensor, min_p: Tensor, top_k: Tensor) -> None:

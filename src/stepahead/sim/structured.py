@@ -4,8 +4,8 @@ Regime: the process executor, 32 rows decoding greedily past their prefill, some
 endless JSON array of small objects, SmolLM2's 49,152 tokens.  Two models: the real one, and one
 that sleeps F ms a step and says noise (`sim.sleep.NoiseModel`), so that the cores are the host's as
 beside an accelerator.  What samplers and masks compute behind a forward is the CPU's here, in the
-thread that launches; so a step is told against F, against the device's busy time without grammars,
-and against the step without grammars.
+thread that launches, so a step is told against F, against the device's busy time, which these are
+part of, and against the step without grammars.
 
 An engine a loop lives through all turns; loops and shares take turns.  A turn is the mean wall time
 of its steady steps, a figure the median of the turns.
@@ -213,16 +213,19 @@ def alternate(parts: ModelParts, runs: int, steps: int) -> dict[tuple[str, float
     return found
 
 
-def summary(found: dict[tuple[str, float], list[Turn]]) -> list[dict[str, Any]]:
+def summary(
+    found: dict[tuple[str, float], list[Turn]], forward_ms: float | None = None
+) -> list[dict[str, Any]]:
     """Medians, loop by loop and share by share.
 
-    `of_F`: of the device's busy time in the same loop without grammars; `of_none`: of the step
-    there, turn by turn.
+    `of_F`: of the time that the device was asked to take, None for a real one; `of_busy`: of the
+    time that it took, samplers and masks on the CPU included; `of_none`: of the step in the same
+    loop without grammars, turn by turn.
     """
     cases = []
     for (loop, share), turns in found.items():
         none = found[loop, 0.0]
-        busy_ms = statistics.median(t.busy_ms for t in none)
+        busy_ms = statistics.median(t.busy_ms for t in turns)
         step_ms = statistics.median(t.step_ms for t in turns)
         ratios = [t.step_ms / o.step_ms for t, o in zip(turns, none, strict=True)]
         rate = statistics.median(1e3 * ROWS / t.step_ms for t in turns)
@@ -233,8 +236,9 @@ def summary(found: dict[tuple[str, float], list[Turn]]) -> list[dict[str, Any]]:
                 "step_ms": round(step_ms, 3),
                 "lowest_ms": round(min(t.step_ms for t in turns), 3),
                 "highest_ms": round(max(t.step_ms for t in turns), 3),
-                "F_ms": round(busy_ms, 3),
-                "of_F": round(step_ms / busy_ms, 3),
+                "busy_ms": round(busy_ms, 3),
+                "of_F": None if forward_ms is None else round(step_ms / forward_ms, 3),
+                "of_busy": round(step_ms / busy_ms, 3),
                 "of_none": round(statistics.median(ratios), 3),
                 "tokens_per_s": round(rate, 1),
                 "free_tpot_ms": _median_of(turns, "free_ms"),
@@ -307,7 +311,7 @@ def measure(model: str, runs: int = 7, steps: int = 40, real_steps: int = 12) ->
         "bench": "structured",
         "rows": ROWS,
         "forward_ms": FORWARD_MS,
-        "sleeping": summary(alternate(sleeping(parts, FORWARD_MS), runs, steps)),
+        "sleeping": summary(alternate(sleeping(parts, FORWARD_MS), runs, steps), FORWARD_MS),
         "late_masks": late_masks(parts),
     }
     if real_steps:
@@ -326,7 +330,8 @@ def tables(found: dict[str, Any]) -> list[Table]:
 
 
 def _cases(cases: list[dict[str, Any]], title: str) -> Table:
-    names = ("step_ms", "of_F", "of_none", "tokens_per_s", "free_tpot_ms", "grammar_tpot_ms")
+    names = ("step_ms", "of_F", "of_busy", "of_none", "tokens_per_s")
+    names += ("free_tpot_ms", "grammar_tpot_ms")
     lines = Table("loop", "grammars", *names, "waited", title=title)
     for case in cases:
         figures = ("" if case[name] is None else str(case[name]) for name in names)
