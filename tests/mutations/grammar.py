@@ -22,7 +22,7 @@ MUTATIONS = [
         "a late token advances a slot's next grammar",
         "an answer that goes on where another stopped",
         "runner/grammar.py",
-        "            if row.generation != generations[place]:\n",
+        "            if row.generation != owners[place]:\n",
         "            if False:\n",
         _MATCHERS + "test_a_row_of_an_owner_that_has_gone_advances_nobody",
     ),

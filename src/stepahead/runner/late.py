@@ -1,7 +1,8 @@
 """Rows that wait for masks: who they are, where their grammars stand, and when the masks are there.
 
 Matchers stand beside the thread that launches.  Of a step's late rows they hear the tokens as soon
-as these have landed here, and make all masks of the next step while its forward runs:
+as these have landed here, and make all masks of the next step while its forward runs (on a device
+that has run what it was given when it is asked, such as the CPU, the launching thread hears):
 
     forward    [ model n | first rows | late rows ]  [ model n+1     | first rows | late rows ]
     beside                                         \\ heard n | masks n+1 /
