@@ -6,8 +6,8 @@ perfect generator would break in one of a million choices of seed (`ODDS`).
 
 from __future__ import annotations
 
-import random
 import gc
+import random
 import sys
 from collections.abc import Callable
 from statistics import NormalDist
