@@ -55,15 +55,20 @@ def walk(vocabulary: Vocabulary, walks: int, seed: int = 0, max_tokens: int = 30
     report = Report()
     made = answers(vocabulary, [grammars[name] for name in names], report, seed, max_tokens)
     for name, answer in zip(names, made, strict=True):
-        if answer is None:
-            report.cut[name] += 1
-            continue
-        report.finished += 1
-        try:
-            jsonschema.validate(json.loads(answer.decode()), SCHEMAS[name])
-        except (ValueError, jsonschema.ValidationError) as error:
-            report.wrong.append(f"{name}: {answer!r}: {str(error)[:200]}")
+        judge(report, name, answer)
     return report
+
+
+def judge(report: Report, name: str, answer: bytes | None) -> None:
+    """Counts an answer under the schema of that name; None is one that max_tokens cut."""
+    if answer is None:
+        report.cut[name] += 1
+        return
+    report.finished += 1
+    try:
+        jsonschema.validate(json.loads(answer.decode()), SCHEMAS[name])
+    except (ValueError, jsonschema.ValidationError) as error:
+        report.wrong.append(f"{name}: {answer!r}: {str(error)[:200]}")
 
 
 def answers(

@@ -5,9 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
-from stepahead.sim import host_cost, overhead, overlap, pipeline, recorder
+from offline_makers import tiny_llama
+from stepahead.assemble import ModelParts, model_parts
+from stepahead.config import EngineConfig
+from stepahead.sim import host_cost, overhead, overlap, pipeline, recorder, structured
+from stepahead.sim.sleep import NoiseModel
 
 
 def shown(table: Any) -> str:
@@ -104,3 +109,52 @@ def test_the_recorders_cost_is_that_of_an_engine_with_one_over_one_without() -> 
     assert "1.000" in shown(tables[0])
     assert "us" in shown(tables[1])
     assert "300" in shown(tables[2])
+
+
+@pytest.fixture(scope="module")
+def tiny_parts(tmp_path_factory: pytest.TempPathFactory) -> ModelParts:
+    return model_parts(EngineConfig(str(tiny_llama(tmp_path_factory.mktemp("tiny")))))
+
+
+def test_rows_under_grammars_are_shared_out_and_timed(
+    tiny_parts: ModelParts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(structured, "LOOPS", ("overlap",))
+    monkeypatch.setattr(structured, "SHARES", (0.0, 0.5))
+    monkeypatch.setattr(structured, "WARM", 2)
+    found = structured.alternate(structured.sleeping(tiny_parts, 2.0), 1, 4)
+    (none,), (half,) = found["overlap", 0.0], found["overlap", 0.5]
+    assert none.grammar_ms != none.grammar_ms  # nobody's
+    assert none.late == none.late_rows == 0
+    assert half.free_ms > 0 < half.grammar_ms
+    assert half.steps == 4
+    cases = structured.summary(found)
+    assert cases[0]["of_none"] == 1.0
+    late = {"F_ms": 10.0, "late_steps": 3}
+    tables = structured.tables({"forward_ms": 2.0, "sleeping": cases, "late_masks": late})
+    assert "50%" in shown(tables[0])
+    assert "late_steps" in shown(tables[1])
+
+
+def test_free_rows_are_told_before_masks_that_come_late(
+    tiny_parts: ModelParts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(structured, "FORWARD_MS", 1.0)
+    monkeypatch.setattr(structured, "WARM", 2)
+    found = structured.late_masks(tiny_parts, mask_ms=100.0, steps=4)
+    assert found["late_steps"] > 0
+    assert found["late_rows"] == found["late_steps"] * structured.ROWS // 2
+    # one step's two parts, so the order holds whatever the machine is at
+    assert found["free_told_ms"] < found["grammar_told_ms"]
+
+
+def test_noise_differs_by_row_and_step_and_is_the_seeds() -> None:
+    def said(seed: int) -> list[torch.Tensor]:
+        model = NoiseModel(0.0, 50, seed, max_rows=4)
+        return [model.logits(torch.zeros(rows, 1)).clone() for rows in (4, 4, 2)]
+
+    first, second, few = said(0)
+    rows = [*first, *second, *few]
+    assert len({tuple(row.tolist()) for row in rows}) == len(rows)
+    assert all(map(torch.equal, said(0), (first, second, few)))
+    assert not torch.equal(said(1)[0], first)

@@ -288,6 +288,13 @@ def test_apply_masks_forbids_exactly_the_zeros() -> None:
         apply_masks(torch.zeros(1, 33), torch.zeros(1, 1, dtype=torch.int32))
 
 
+def test_a_forbidden_logit_that_is_no_number_is_forbidden() -> None:
+    logits = torch.tensor([[torch.nan, 1.0, 2.0], [torch.inf, -torch.inf, -0.0]])
+    apply_masks(logits, torch.tensor([[0b010], [0b110]], dtype=torch.int32))
+    assert logits.tolist() == [[-torch.inf, 1.0, -torch.inf], [-torch.inf, -torch.inf, 0.0]]
+    assert logits[1, 2].signbit()
+
+
 def test_memory_stays_flat_over_two_thousand_fills(tmp_path: Path) -> None:
     vocabulary = walks.small_vocabulary(tmp_path)
     compiler, matchers = GrammarCompiler(vocabulary), Matchers(vocabulary, 3, threads=1)

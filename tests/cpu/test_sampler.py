@@ -6,6 +6,7 @@ perfect generator would break in one of a million choices of seed (`ODDS`).
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
 from collections.abc import Callable
@@ -239,11 +240,13 @@ def lines_run(call: Callable[[], object]) -> int:
         return trace
 
     before = sys.gettrace()
+    gc.disable()  # hypothesis listens to collections, in lines of Python
     sys.settrace(trace)
     try:
         call()
     finally:
         sys.settrace(before)
+        gc.enable()
     return seen
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +22,7 @@ from stepahead.structured import Grammar
 
 _KEPT = 32  # grammars whose automata are kept for the next request that has the same
 _MAX_REASON_CHARS = 200
+_BLOCK = 4  # rows whose masks are spread at a time: larger memory is the system's anew each time
 
 
 class GrammarError(NamedTuple):
@@ -102,19 +102,20 @@ class Matchers:
                 raise ValueError(f"step {step} lands after step {self._step}")
             return self._taken
         self._step = step
-        if counts is None:
-            counts = np.ones(len(slots), np.int32)
-        ends = counts.cumsum()
-        self._taken = taken = counts.astype(np.int32)
+        sizes = [1] * len(slots) if counts is None else counts.tolist()
+        # plain numbers: those of numpy are several times as slow one by one
+        owners, given = generations.tolist(), tokens.tolist()
+        self._taken = taken = np.array(sizes, np.int32)
+        end = 0
         for place, slot in enumerate(slots.tolist()):
+            first, end = end, end + sizes[place]
             row = self._rows.get(slot)
             if row is None:
                 continue
-            if row.generation != generations[place]:
+            if row.generation != owners[place]:
                 taken[place] = 0
                 continue
-            run = tokens[ends[place] - counts[place] : ends[place]].tolist()
-            taken[place] = self._take(slot, row, run)
+            taken[place] = self._take(slot, row, given[first:end])
         return taken
 
     def fill(self, slots: Sequence[int], out: np.ndarray) -> None:
@@ -247,18 +248,29 @@ def apply_masks(logits: Tensor, masks_dev: Tensor, rows_dev: Tensor | None = Non
     """
     if masks_dev.shape[1] * 32 < logits.shape[1]:
         raise ValueError(f"masks of {masks_dev.shape[1]} words for {logits.shape[1]} logits")
-    # looked up a byte at a time and added: filling by a mask takes ten times as long on a CPU
-    packed = masks_dev.view(torch.uint8).flatten().to(torch.int32)
-    added = _added(logits.device).index_select(0, packed)
-    added = added.view(len(masks_dev), -1)[:, : logits.shape[1]]
     if rows_dev is None:
-        logits.add_(added)
+        _forbid(logits, masks_dev)
     else:
-        logits.index_add_(0, rows_dev, added)
+        rows = logits[rows_dev]
+        _forbid(rows, masks_dev)
+        logits[rows_dev] = rows
 
 
-@cache
-def _added(place: torch.device) -> Tensor:
-    """float32[256, 8]: what the bits of each byte, the lowest first, do to logits."""
-    bits = torch.arange(256).unsqueeze(1) >> torch.arange(8) & 1
-    return torch.zeros((256, 8)).masked_fill_(bits == 0, -torch.inf).to(place)
+# by a mask's byte, what the logits of its eight tokens may be at most
+_MOST = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+_MOST = np.where(_MOST, np.float32(np.inf), np.float32(-np.inf))
+
+
+def _forbid(logits: Tensor, masks_dev: Tensor) -> None:
+    vocab_size = logits.shape[1]
+    if masks_dev.device.type == "cpu":  # a tenth of what masked_fill_ takes there
+        values, masks = logits.numpy(), masks_dev.numpy().view(np.uint8)
+        for first in range(0, len(values), _BLOCK):
+            rows = slice(first, first + _BLOCK)
+            most = np.take(_MOST, masks[rows], axis=0).reshape(-1, 8 * masks.shape[1])
+            # and not the minimum: a forbidden logit that is no number would stay one, and win
+            np.fmin(values[rows], most[:, :vocab_size], out=values[rows])
+        return
+    bits_dev = torch.arange(32, dtype=torch.int32, device=masks_dev.device)
+    forbidden = (masks_dev.unsqueeze(-1) >> bits_dev & 1 == 0).flatten(1)[:, :vocab_size]
+    logits.masked_fill_(forbidden, -torch.inf)

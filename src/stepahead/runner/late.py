@@ -3,7 +3,8 @@
 Rows whose logits processor wants their tokens on the host wait for these in the same way.
 
 Matchers stand beside the thread that launches.  Of a step's late rows they hear the tokens as soon
-as these have landed here, and make all masks of the next step while its forward runs:
+as these have landed here, and make all masks of the next step while its forward runs (on a device
+that has run what it was given when it is asked, such as the CPU, the launching thread hears):
 
     forward    [ model n | first rows | late rows ]  [ model n+1     | first rows | late rows ]
     beside                                         \\ heard n | masks n+1 /
@@ -88,6 +89,12 @@ class LateSide:
         """Has the matchers hear the late rows' tokens once `event` has passed, and `drafts`
         int64[m, k], what may come next."""
         heard = Heard()
+        if event.done():
+            # Nothing is left beside, or these masks would not be there.  A thread would only fight
+            # with this one for the interpreter, while the next step is launched.
+            self._hear(step, rows, tokens, drafts, heard)
+            heard.point = event
+            return heard
         side = self._made_side()
         side.do(lambda: self._hear(step, rows, tokens, drafts, heard), event)
         heard.point = side.mark()

@@ -263,7 +263,7 @@ class Runner:
             Stream.FORWARD,
             partial(self._sampling.late, staged, box, words_dev, legal_dev, masks.known),
             (staging.name, *staged.blocks, *self._late_reads(step)),
-            ("slots", "relay", "counts", name, *self._also_written),
+            ("slots", "relay", "counts", name, *self._logits(), *self._also_written),
         )
         end = self._end = device.record(Stream.FORWARD)
         self._fence.forward_over(end)
@@ -278,9 +278,12 @@ class Runner:
         late.queue(Landing(event, brought), (start, end), heard, queued_ns, waited)
 
     def _late_reads(self, step: int) -> tuple[str, ...]:
-        graphs = () if self._graphs is None else (RESULTS,)
         states = (f"states {step}", f"results {step}")
-        return ("slots", "relay", "counts", *states, *graphs, *self._also_read)
+        return ("slots", "relay", "counts", *states, *self._logits(), *self._also_read)
+
+    def _logits(self) -> tuple[str, ...]:
+        """Where a graph leaves them."""
+        return () if self._graphs is None else (RESULTS,)
 
     def _write_pages(self, staged: Staged) -> None:
         changes = staged.changes

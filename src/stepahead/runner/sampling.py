@@ -26,7 +26,7 @@ from stepahead.runner.hooks import RowError
 from stepahead.runner.inputs import advance, advance_chunks
 from stepahead.runner.logprobs import describe, describe_hidden
 from stepahead.runner.relay import Relay
-from stepahead.runner.sampler import sample
+from stepahead.runner.sampler import best, sample
 from stepahead.runner.slots import SlotState
 from stepahead.runner.stage import SampledPart, Staged
 from stepahead.runner.verify import Answers, Asked, Verifier, cut
@@ -141,10 +141,34 @@ class Sampling:
         masks_dev: Tensor | None = None,
         known: Sequence[np.ndarray] = (),
     ) -> None:
+        if part.empty:
+            out.tokens_dev = look.tokens_dev[:0]
+            return
         group = part.group
         if group.hidden_rows_dev is not None:
             out.hidden_dev = part.pick(look.states_dev)[group.hidden_rows_dev].float()
-        logits, positions = part.pick(look.logits_dev), part.pick(look.positions_dev)
+        positions = part.pick(look.positions_dev)
+        if masks_dev is None and group.plain and group.logprob_rows_dev is None:
+            # of a part a number a row is picked then, and not all of its logits
+            tokens = part.pick(best(look.logits_dev))
+        else:
+            tokens = self._draw(part, out, look, positions, asked, masks_dev, known)
+        over = None if group.ends is None else ended(group.ends, tokens, positions)
+        look.take(part, tokens, over)
+        if self._verifier is None:
+            out.tokens_dev = tokens
+
+    def _draw(
+        self,
+        part: SampledPart,
+        out: PartBox,
+        look: Look,
+        positions: Tensor,
+        asked: Asked | None,
+        masks_dev: Tensor | None,
+        known: Sequence[np.ndarray],
+    ) -> Tensor:
+        group, logits = part.group, part.pick(look.logits_dev)
         wanted = group.logprob_rows_dev
         # a copy: sampling changes logits in place
         raw = None if wanted is None else logits[wanted]
@@ -159,10 +183,7 @@ class Sampling:
             out.failed += _failures(failed, part, asked)
         if wanted is not None and raw is not None:
             out.logprobs = describe(raw, tokens[wanted], group.logprob_width)
-        over = None if group.ends is None else ended(group.ends, tokens, positions)
-        look.take(part, tokens, over)
-        if self._verifier is None:
-            out.tokens_dev = tokens
+        return tokens
 
     def _leave(self, staged: Staged, box: StepBox, look: Look | None) -> Tensor:
         """What the next step finds; the result's tokens int64[r] of all rows."""

@@ -75,6 +75,11 @@ class SampledPart:
     at: np.ndarray | None = None
     at_dev: Tensor | None = None
 
+    @property
+    def empty(self) -> bool:
+        """Whether there are none."""
+        return self.at is not None and not len(self.at)
+
     def pick(self, values: Tensor) -> Tensor:
         """Of [r, ..] values, those of this part; a copy, where it is not all."""
         return values if self.at_dev is None else values.index_select(0, self.at_dev)
@@ -305,7 +310,12 @@ class Stager:
         if not late.any():
             return SampledPart(self._wishes.group(slots, block.add)), None
         each = np.repeat(late, widths)
-        part = self._part(slots, each.nonzero()[0], block)
+        whole = late.all()  # logits of all rows are not copied
+        part = (
+            SampledPart(self._wishes.group(slots, block.add))
+            if whole
+            else self._part(slots, each.nonzero()[0], block)
+        )
         places = late.nonzero()[0]
         whose = owners[places]
         generations = np.array([self._joins[slot].generation for slot in whose.tolist()])
