@@ -96,14 +96,16 @@ def model_parts(config: EngineConfig, chat_template: str | None = None) -> Model
         max_len=spec.max_len,
         eos_ids=_eos_ids(spec, texts),
         kv_bytes_per_token=kv_bytes_per_token(spec, DTYPE_BYTES[config.dtype]),
-        weight_bytes=weight_values(spec) * DTYPE_BYTES[config.dtype],
+        weight_bytes=0 if spec.sparse is not None else weight_bytes(spec, config),
         num_layers=spec.num_layers,
         state_bytes=spec.hidden_size * DTYPE_BYTES[config.dtype],
+        packs=spec.sparse is None,
     )
     options = {"path": config.model, "dtype": config.dtype}
     if spec.sparse is not None:
         whole = ModelParts(facts, texts, _LOAD, options, notes=spec.notes)
         return _sparse_parts(whole, spec, spec.sparse, config)
+    options |= {"quantization": config.quantization, "invariant": config.batch_invariant}
     part = "stepahead.parallel.pipeline:load_part"
     return ModelParts(facts, texts, _LOAD, options, part, spec.notes)
 
@@ -236,6 +238,24 @@ def weight_values(spec: ModelSpec, drafts: bool = False) -> int:
     attention = spec.hidden_size * (2 * head + 2 * kv)
     layer = attention + 3 * spec.hidden_size * spec.intermediate_size
     return spec.num_layers * layer + tables
+
+
+def weight_bytes(spec: ModelSpec, config: EngineConfig) -> int:
+    """Bytes of a model without `sparse`.
+
+    On the CPU the head's matrix is laid out for its kernel, and where embeddings are tied to it
+    they are there as well.  In int8 these stay as they are; matrices have one byte a value, and
+    each of their rows a float32 scale.
+    """
+    values, width = weight_values(spec), DTYPE_BYTES[config.dtype]
+    table = spec.vocab_size * spec.hidden_size
+    if config.device != "cuda" and spec.tied_head:
+        values += table
+    if config.quantization == "none":
+        return values * width
+    heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    rows = heads + 2 * spec.hidden_size + 2 * spec.intermediate_size
+    return table * width + values - table + 4 * (spec.num_layers * rows + spec.vocab_size)
 
 
 def _eos_ids(spec: ModelSpec, texts: Texts) -> tuple[int, ...]:

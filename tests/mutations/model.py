@@ -177,7 +177,7 @@ MUTATIONS = [
     Mutation(
         "a scale beside a float weight is passed over",
         "weights off by their scales",
-        "model/weights.py",
+        "model/folder.py",
         "        if name + SCALE in self._homes:\n",
         "        if False:\n",
         "tests/cpu/test_sparse_weights.py::test_a_file_that_is_wrong_is_told_by_tensor",
@@ -243,9 +243,9 @@ MUTATIONS = [
         "an hour until an error that could be told at once",
         "model/weights.py",
         " - {name + SCALE for name in known})\n"
-        "        _fill(model, source, DTYPES[dtype], device)\n",
+        "        _fill(model, source, DTYPES[dtype], device, packing)\n",
         " - {name + SCALE for name in known})"
-        " if _fill(model, source, DTYPES[dtype], device) is None else None\n",
+        " if _fill(model, source, DTYPES[dtype], device, packing) is None else None\n",
         "tests/cpu/test_sparse_weights.py"
         "::test_a_tensor_without_a_place_is_told_before_any_is_read",
     ),

@@ -123,6 +123,10 @@ def _value(words: Words, name: str, option: str) -> tuple[Any, str]:
         return None, "the longest that fits is not searched for; give a number"
     if option in ("dtype", "device"):
         return _named(option, _DTYPES.get(str(given), str(given)))
+    if option == "quantization":
+        return _named(option, str(given))
+    if option == "batch_invariant":
+        return True, ""
     return given, ""
 
 
