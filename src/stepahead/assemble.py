@@ -244,8 +244,8 @@ def weight_bytes(spec: ModelSpec, config: EngineConfig) -> int:
     """Bytes of a model without `sparse`.
 
     On the CPU the head's matrix is laid out for its kernel, and where embeddings are tied to it
-    they are there as well.  In int8 these stay as they are; matrices have one byte a value, and
-    each of their rows a float32 scale.
+    they are there as well.  These stay as they are where matrices are quantised; in int8 each of
+    their rows has a float32 scale.
     """
     values, width = weight_values(spec), DTYPE_BYTES[config.dtype]
     table = spec.vocab_size * spec.hidden_size
@@ -255,6 +255,8 @@ def weight_bytes(spec: ModelSpec, config: EngineConfig) -> int:
         return values * width
     heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     rows = heads + 2 * spec.hidden_size + 2 * spec.intermediate_size
+    if config.quantization == "float16":
+        return table * width + 2 * (values - table)
     return table * width + values - table + 4 * (spec.num_layers * rows + spec.vocab_size)
 
 

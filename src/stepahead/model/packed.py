@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from stepahead.model.int8 import Int8Kernel, int8_kernel, quantize, row_scales
+from stepahead.errors import UnsupportedModel
+from stepahead.model.int8 import Int8Choice, int8_choice, quantize, row_scales, turn, turning
 from stepahead.model.layers import Linear
 
 # Below this many weights, oneDNN's set-up (10 us a call) costs more than its kernels save.
@@ -23,14 +24,14 @@ _SUMMED_IN_A_ROW = 192
 # Rows of every float product where a row must not depend on their number.
 _INVARIANT_ROWS = 16
 
-Quantization = Literal["none", "int8"]
+Quantization = Literal["none", "float16", "int8"]
 
 
 @dataclass(frozen=True)
 class Packing:
     """How matrices are laid out.
 
-    quantization  what weights become: int8, or none for what they are
+    quantization  what weights become: float16 or int8, or none for what they are
     invariant     what a row gets is the same to the bit, whatever rows are beside it
     """
 
@@ -75,7 +76,7 @@ class InvariantLinear(nn.Module):
     """A float product in tiles of a constant number of rows: how many there are chooses the kernel,
     and with it the order in which a row is added up."""
 
-    def __init__(self, packed: PackedLinear) -> None:
+    def __init__(self, packed: PackedLinear | Float16Linear) -> None:
         super().__init__()
         self.packed = packed
 
@@ -87,20 +88,50 @@ class InvariantLinear(nn.Module):
         return torch.cat(tiles)[:count]
 
 
-class Int8Linear(nn.Module):
-    """A Linear whose products are in int8, with a scale for each row of x and each of W.
+class Float16Linear(nn.Module):
+    """A Linear in float32 whose weights lie in float16: half of what is read."""
 
-    `kernel` makes the product; the machine's own if None.
-    """
-
-    def __init__(self, plain: Linear, kernel: Int8Kernel | None = None) -> None:
+    def __init__(self, plain: Linear) -> None:
         super().__init__()
-        self._product = (kernel or int8_kernel())(*quantize(plain.weight.data))
+        weight = plain.weight.data.float()
+        if "fbgemm" not in torch.backends.quantized.supported_engines:
+            raise UnsupportedModel(
+                "quantization=float16: torch has no such product for this CPU; use "
+                "quantization=none"
+            )
+        if not weight.abs().amax() <= torch.finfo(torch.float16).max:
+            raise UnsupportedModel(
+                "quantization=float16: the model has weights beyond 65504; use quantization=none"
+            )
+        self._packed = torch.ops.quantized.linear_prepack_fp16(weight, None)
         self.bias = plain.bias
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, in_features] to [T, sum(parts)]."""
-        wide = x.float()
+        out = torch.ops.quantized.linear_dynamic_fp16(x.float(), self._packed)
+        if self.bias is not None:
+            out += self.bias
+        return out.to(x.dtype)
+
+
+class Int8Linear(nn.Module):
+    """A Linear whose products are in int8, with a scale for each row of x and each of W.
+
+    `choice` makes the product; the machine's own if None.
+    """
+
+    def __init__(self, plain: Linear, choice: Int8Choice | None = None) -> None:
+        super().__init__()
+        choice = choice or int8_choice()
+        weight = plain.weight.data
+        self._turning = turning(weight.shape[1])
+        turned = turn(weight.float(), self._turning)
+        self._product = choice.kernel(*quantize(turned, choice.most_of_a_pair))
+        self.bias = plain.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, in_features] to [T, sum(parts)]."""
+        wide = turn(x.float(), self._turning)
         scales = row_scales(wide)
         out = self._product(wide / scales).mul_(scales)
         if self.bias is not None:
@@ -126,6 +157,9 @@ def pack(parent: nn.Module, name: str, plain: Linear, how: Packing) -> None:
         return
     if how.quantization == "int8":
         setattr(parent, name, Int8Linear(plain))
+    elif how.quantization == "float16":
+        packed = Float16Linear(plain)
+        setattr(parent, name, InvariantLinear(packed) if how.invariant else packed)
     elif how.invariant:
         setattr(parent, name, InvariantLinear(PackedLinear(plain)))
     elif _worth_packing(plain):
