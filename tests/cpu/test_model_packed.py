@@ -3,13 +3,14 @@ not depend on their neighbours."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import Pages, random_ids
+from tiny_models import Pages, make_reference, random_ids, save
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -29,8 +30,8 @@ from stepahead.model.int8 import (
 )
 from stepahead.model.layers import Linear
 from stepahead.model.packed import Int8Linear, InvariantLinear, Packing, pack_linears
-from stepahead.model.spec import ModelSpec
-from stepahead.model.weights import random_model
+from stepahead.model.spec import ModelSpec, read_spec
+from stepahead.model.weights import load_model, random_model
 
 CHOICES = [
     Int8Choice(kernel, most)
@@ -255,6 +256,21 @@ def test_quantised_weights_give_nearly_what_float32_gives(kind: Any, bound: floa
     )
     apart = (exact["a"] - near["a"]).norm() / exact["a"].norm()
     assert bound / 1000 < apart < bound
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma3"])
+def test_a_file_gives_in_int8_nearly_what_it_gives_in_float32(family: str, tmp_path: Path) -> None:
+    """Biases, a tied head and norms of all kinds; matrices are packed as they are read."""
+    save(make_reference(family), tmp_path)
+    prompt = random_ids(30, seed=2)
+    exact, half, near = (
+        Pages(load_model(read_spec(tmp_path), "float32", packing=Packing(how)))
+        for how in ("none", "float16", "int8")
+    )
+    logits = [pages.step(chunks={"a": prompt})["a"] for pages in (exact, half, near)]
+    for found, bound in zip(logits[1:], (0.01, 0.15), strict=True):
+        assert (found - logits[0]).norm() < bound * logits[0].norm()
+    assert not any(isinstance(module, Linear) for module in near.model.modules())
 
 
 def test_weights_beyond_float16_are_refused_by_name() -> None:

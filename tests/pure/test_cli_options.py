@@ -44,6 +44,8 @@ EXAMPLES = {
     "draft": "ngram",
     "serial_prefill": True,
     "dtype": "bfloat16",
+    "quantization": "int8",
+    "batch_invariant": True,
     "kv_memory_gb": 0.5,
     "prefix_cache": True,
     "debug": True,

@@ -23,7 +23,13 @@ from stepahead.serve.options import SERVE_ALIASES, ServeConfig, serve_config
 PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
 BEGIN, END = "<!-- begin flags -->\n", "<!-- end flags -->\n"
 # values that fit where 4 does not
-VALUES = {"dtype": "bfloat16", "device": "cpu", "loop": "serial", "host": "localhost"}
+VALUES = {
+    "dtype": "bfloat16",
+    "device": "cpu",
+    "loop": "serial",
+    "host": "localhost",
+    "quantization": "int8",
+}
 
 
 APP = App(result_action="return_value")
@@ -134,7 +140,7 @@ def test_the_most_used_spellings_are_taken() -> None:
 
 @pytest.mark.parametrize(("alias", "field"), [*SERVE_ALIASES.items(), *ALIASES.items()])
 def test_every_alias_is_taken_by_the_server(alias: str, field: str) -> None:
-    value = [] if field == "prefix_cache" else ["4"]
+    value = [] if field in ("prefix_cache", "batch_invariant") else ["4"]
     assert read("--" + alias.replace("_", "-"), *value).keys() == {field}
 
 

@@ -124,9 +124,10 @@ def _value(words: Words, name: str, option: str) -> tuple[Any, str]:
     if option in ("dtype", "device"):
         return _named(option, _DTYPES.get(str(given), str(given)))
     if option == "quantization":
-        return _named(option, str(given))
+        value, note = _named(option, str(given))
+        return value, note or "on the CPU only so far"
     if option == "batch_invariant":
-        return True, ""
+        return True, "of float32 on the CPU only so far"
     return given, ""
 
 
