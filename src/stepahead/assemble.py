@@ -244,20 +244,19 @@ def weight_bytes(spec: ModelSpec, config: EngineConfig) -> int:
     """Bytes of a model without `sparse`.
 
     On the CPU the head's matrix is laid out for its kernel, and where embeddings are tied to it
-    they are there as well.  These stay as they are where matrices are quantised; in int8 each of
-    their rows has a float32 scale.
+    they are there as well.  These stay as they are where matrices are quantised; in int8 each of a
+    layer's rows has a float32 scale, and the head is in float16.
     """
-    values, width = weight_values(spec), DTYPE_BYTES[config.dtype]
-    table = spec.vocab_size * spec.hidden_size
-    if config.device != "cuda" and spec.tied_head:
-        values += table
+    width, table = DTYPE_BYTES[config.dtype], spec.vocab_size * spec.hidden_size
+    layers = weight_values(spec) - (1 if spec.tied_head else 2) * table
     if config.quantization == "none":
-        return values * width
+        tables = 1 if spec.tied_head and config.device == "cuda" else 2
+        return (layers + tables * table) * width
+    if config.quantization == "float16":
+        return table * width + 2 * (layers + table)
     heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     rows = heads + 2 * spec.hidden_size + 2 * spec.intermediate_size
-    if config.quantization == "float16":
-        return table * width + 2 * (values - table)
-    return table * width + values - table + 4 * (spec.num_layers * rows + spec.vocab_size)
+    return (width + 2) * table + layers + 4 * spec.num_layers * rows
 
 
 def _eos_ids(spec: ModelSpec, texts: Texts) -> tuple[int, ...]:

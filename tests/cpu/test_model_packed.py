@@ -3,6 +3,7 @@ not depend on their neighbours."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from tiny_models import Pages, make_reference, random_ids, save
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from stepahead.assemble import weight_bytes, weight_values
+from stepahead.config import config_from
 from stepahead.errors import UnsupportedModel
 from stepahead.model import int8
 from stepahead.model.int8 import (
@@ -271,6 +274,25 @@ def test_a_file_gives_in_int8_nearly_what_it_gives_in_float32(family: str, tmp_p
     for found, bound in zip(logits[1:], (0.01, 0.15), strict=True):
         assert (found - logits[0]).norm() < bound * logits[0].norm()
     assert not any(isinstance(module, Linear) for module in near.model.modules())
+
+
+def test_weights_are_counted_as_they_will_be_kept() -> None:
+    """A tied table is there as embeddings and, laid out for a kernel, as the head."""
+    spec = replace(SPEC, tied_head=True)
+    table, layers = 200 * 96, 2 * 96 * (96 + 2 * 48 + 96 + 3 * 160)
+    assert weight_values(spec) == table + layers
+    rows = 2 * (96 + 2 * 48 + 96 + 2 * 160 + 96)
+    for options, expected in (
+        ({}, 4 * (2 * table + layers)),
+        ({"dtype": "bfloat16"}, 2 * (2 * table + layers)),
+        ({"device": "cuda"}, 4 * (table + layers)),
+        ({"quantization": "float16"}, 4 * table + 2 * (table + layers)),
+        ({"quantization": "int8"}, 4 * table + 2 * table + layers + 4 * rows),
+    ):
+        config = config_from("model", dict(options))
+        assert weight_bytes(spec, config) == expected, options
+    untied = config_from("model", {"quantization": "int8"})
+    assert weight_bytes(SPEC, untied) == weight_bytes(spec, untied)
 
 
 def test_weights_beyond_float16_are_refused_by_name() -> None:

@@ -295,8 +295,8 @@ MUTATIONS = [
         "a matrix is packed in another one's place",
         "layers that compute with each other's weights",
         "model/weights.py",
-        "            pack(*homes[module], module, packing)\n",
-        "            pack(*next(homes[m] for m in homes if isinstance(m, Linear)), module, packing)\n",
+        "pack(*homes[module], module, packing)",
+        "pack(*next(homes[m] for m in homes if isinstance(m, Linear)), module, packing)",
         _PACKED + "test_a_file_gives_in_int8_nearly_what_it_gives_in_float32",
     ),
     Mutation(
