@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from stepahead.assemble import weight_bytes, weight_values
 from stepahead.config import config_from
 from stepahead.errors import UnsupportedModel
-from stepahead.model import int8
+from stepahead.model import int8, weights
 from stepahead.model.int8 import (
     PAIRS,
     Int8Choice,
@@ -274,6 +274,25 @@ def test_a_file_gives_in_int8_nearly_what_it_gives_in_float32(family: str, tmp_p
     for found, bound in zip(logits[1:], (0.01, 0.15), strict=True):
         assert (found - logits[0]).norm() < bound * logits[0].norm()
     assert not any(isinstance(module, Linear) for module in near.model.modules())
+
+
+def test_no_more_than_one_matrix_is_there_as_it_was_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lists of what was to be read once kept all of them: 1,190 MB where 853 do."""
+    save(make_reference("llama"), tmp_path)
+    seen: list[Linear] = []
+    plain: list[int] = []
+    pack = weights.pack
+
+    def packing(home: nn.Module, name: str, linear: Linear, how: Packing) -> None:
+        seen.append(linear)
+        plain.append(sum(one.weight is not None for one in seen))
+        pack(home, name, linear, how)
+
+    monkeypatch.setattr(weights, "pack", packing)
+    load_model(read_spec(tmp_path), "float32", packing=Packing("int8"))
+    assert plain == [1] * 9  # four of each layer, and the head
 
 
 def test_weights_are_counted_as_they_will_be_kept() -> None:

@@ -292,6 +292,14 @@ MUTATIONS = [
         _PACKED + "test_int8_is_rounding_and_exact_sums",
     ),
     Mutation(
+        "matrices stay as they were read until all are packed",
+        "a model that fits in int8 and is refused memory while it loads",
+        "model/weights.py",
+        "            if module not in homes[module][0].children():\n",
+        "            if False:\n",
+        _PACKED + "test_no_more_than_one_matrix_is_there_as_it_was_read",
+    ),
+    Mutation(
         "a matrix is packed in another one's place",
         "layers that compute with each other's weights",
         "model/weights.py",

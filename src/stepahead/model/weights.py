@@ -222,6 +222,8 @@ def _fill(
         if isinstance(module, Linear):
             # at once: packed, all may fit where all as they were read do not
             pack(*homes[module], module, packing)
+            if module not in homes[module][0].children():
+                module.register_parameter("weight", None)  # lists here still hold the module
 
 
 def _filled(
