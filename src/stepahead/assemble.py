@@ -97,14 +97,16 @@ def model_parts(config: EngineConfig, chat_template: str | None = None) -> Model
         max_len=spec.max_len,
         eos_ids=_eos_ids(spec, texts),
         kv_bytes_per_token=kv_bytes_per_token(spec, DTYPE_BYTES[config.dtype]),
-        weight_bytes=weight_values(spec) * DTYPE_BYTES[config.dtype],
+        weight_bytes=0 if spec.sparse is not None else weight_bytes(spec, config),
         num_layers=spec.num_layers,
         state_bytes=spec.hidden_size * DTYPE_BYTES[config.dtype],
+        packs=spec.sparse is None,
     )
     options = {"path": config.model, "dtype": config.dtype}
     if spec.sparse is not None:
         whole = ModelParts(facts, texts, _LOAD, options, notes=spec.notes)
         return _sparse_parts(whole, spec, spec.sparse, config)
+    options |= {"quantization": config.quantization, "invariant": config.batch_invariant}
     part = "stepahead.parallel.pipeline:load_part"
     return ModelParts(facts, texts, _LOAD, options, part, spec.notes)
 
@@ -248,6 +250,25 @@ def weight_values(spec: ModelSpec, drafts: bool = False) -> int:
     attention = spec.hidden_size * (2 * head + 2 * kv)
     layer = attention + 3 * spec.hidden_size * spec.intermediate_size
     return spec.num_layers * layer + tables
+
+
+def weight_bytes(spec: ModelSpec, config: EngineConfig) -> int:
+    """Bytes of a model without `sparse`.
+
+    On the CPU the head's matrix is laid out for its kernel, and where embeddings are tied to it
+    they are there as well.  These stay as they are where matrices are quantised; in int8 each of a
+    layer's rows has a float32 scale, and the head is in float16.
+    """
+    width, table = DTYPE_BYTES[config.dtype], spec.vocab_size * spec.hidden_size
+    layers = weight_values(spec) - (1 if spec.tied_head else 2) * table
+    if config.quantization == "none":
+        tables = 1 if spec.tied_head and config.device == "cuda" else 2
+        return (layers + tables * table) * width
+    if config.quantization == "float16":
+        return table * width + 2 * (layers + table)
+    heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    rows = heads + 2 * spec.hidden_size + 2 * spec.intermediate_size
+    return (width + 2) * table + layers + 4 * spec.num_layers * rows
 
 
 def _eos_ids(spec: ModelSpec, texts: Texts) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "device": ("cpu", "cuda", "hostile"),
     "fence": ("fine", "coarse"),
     "dtype": ("float32", "bfloat16"),
+    "quantization": ("none", "float16", "int8"),
     "metric_names": ("stepahead", "vllm", "sglang"),
     "draft": ("none", "ngram", "mtp"),
 }
@@ -47,7 +48,10 @@ DRAFTS = 3  # of a row in a step, if nothing is said
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What the host must know of a model; bytes are at the dtype that will be used."""
+    """What the host must know of a model; bytes are as the weights will be kept.
+
+    `packs`: whether its matrices can be quantised, and its rows kept apart to the bit.
+    """
 
     vocab_size: int
     max_len: int
@@ -56,6 +60,7 @@ class ModelFacts:
     weight_bytes: int = 0
     num_layers: int = 1
     state_bytes: int = 0  # of one token, as a stage hands it to the next
+    packs: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,9 @@ class EngineConfig:
     device           cpu, cuda, or hostile: a CPU that runs operations in any order the edges allow
     device_seed      the hostile device's order
     dtype            float32 or bfloat16, for weights and KV
+    quantization     how the CPU keeps the matrices' weights: none, as dtype says; float16; int8,
+                     and what they are multiplied with too
+    batch_invariant  a request's logits are the same to the bit whatever else runs
     max_model_len    most positions of one request, prompt and output together
     max_rows         most requests in one step
     max_step_tokens  most positions computed in one step; longer prompts run in chunks
@@ -107,6 +115,8 @@ class EngineConfig:
     device: str = "cpu"
     device_seed: int = 0
     dtype: str = "float32"
+    quantization: str = "none"
+    batch_invariant: bool = False
     max_model_len: int | None = None
     max_rows: int = 256
     max_step_tokens: int = 512
@@ -173,6 +183,7 @@ ALIASES = {
     "random_seed": "seed",
     "num_speculative_tokens": "draft_tokens",
     "speculative_num_steps": "draft_tokens",
+    "enable_deterministic_inference": "batch_invariant",
 }
 
 
@@ -243,17 +254,31 @@ def _check_rest(config: EngineConfig) -> None:
         if isinstance(value, bool) or not isinstance(value, int):
             raise ConfigError(f"{name}={value!r}; give a whole number")
     _check_observe(config)
-    for name in ("serial_prefill", "prefix_cache", "debug", "request_spans"):
+    for name in ("serial_prefill", "batch_invariant", "prefix_cache", "debug", "request_spans"):
         if not isinstance(getattr(config, name), bool):
             raise ConfigError(f"{name}={getattr(config, name)!r}; give true or false")
     if config.device == "hostile" and config.executor != "inline":
         raise ConfigError("device=hostile runs in this process only; use executor=inline")
+    _check_kernels(config)
     _check_stages(config)
     _check_drafts(config)
     named = config.logits_processor
     if named is not None and not (isinstance(named, str) and _NAMED.fullmatch(named)):
         raise ConfigError(
             f"logits_processor={named!r}; give one as MODULE:NAME, such as mine.processors:Quiet"
+        )
+
+
+def _check_kernels(config: EngineConfig) -> None:
+    if config.device == "cuda" and config.quantization != "none":
+        raise ConfigError(
+            f"quantization={config.quantization} runs on the CPU only for now; use "
+            "quantization=none, or device=cpu"
+        )
+    if config.batch_invariant and (config.device == "cuda" or config.dtype != "float32"):
+        raise ConfigError(
+            f"batch_invariant with device={config.device} and dtype={config.dtype}: it is known of "
+            "float32 on the CPU only; use device=cpu and dtype=float32, or leave it out"
         )
 
 
@@ -348,6 +373,7 @@ def resolve(
     reasons: list[str] = []
     available = machine.device_memory(config.device) if bytes_available is None else bytes_available
     _check_cut(config, facts)
+    _check_packs(config, facts)
     length = _settle_length(config, facts, reasons)
     pages = _settle_pages(config, facts, length, available, reasons)
     _advise_page_size(config, reasons)
@@ -370,6 +396,13 @@ def _check_cut(config: EngineConfig, facts: ModelFacts) -> None:
             f"pipeline_stages={stages}, but the model has {layers} layer{'s' * (layers > 1)} and "
             "each stage needs one; give fewer stages"
         )
+
+
+def _check_packs(config: EngineConfig, facts: ModelFacts) -> None:
+    for name, off in (("quantization", "none"), ("batch_invariant", False)):
+        value = getattr(config, name)
+        if value != off and not facts.packs:
+            raise ConfigError(f"{name}={value} is not here for this model yet; leave it out")
 
 
 def _settle_depth(config: EngineConfig, reasons: list[str]) -> int:

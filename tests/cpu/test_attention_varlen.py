@@ -74,7 +74,8 @@ class Case:
         return [self.free.pop() for _ in range(-(-length // self.shape.page_size))]
 
     def expected(self) -> Tensor:
-        return paged.lay_out(self.inputs, self.shape).attend(*self.step)
+        laid_out = paged.lay_out(self.inputs, self.shape, self.pool.num_pages)
+        return laid_out.attend(*self.step)
 
 
 CASES = [

@@ -69,7 +69,7 @@ def test_decode_rows(lens: list[int]) -> None:
     pool = filled_pool(400)
     table = page_table(lens, 400)
     q = torch.randn(len(lens), HEADS, HEAD_DIM)
-    step = lay_out(decode_inputs(table, lens), SHAPE)
+    step = lay_out(decode_inputs(table, lens), SHAPE, 400)
     out = step.attend(q, q, q, pool.k[0], pool.v[0]).view(-1, HEADS, HEAD_DIM)
     for row, length in enumerate(lens):
         expected = written_out(q[row], pool, table[row], length)
@@ -85,7 +85,7 @@ def test_decode_rows_see_a_window(window: int) -> None:
     pool = filled_pool(400)
     table = page_table(lens, 400)
     q = torch.randn(len(lens), HEADS, HEAD_DIM)
-    step = lay_out(decode_inputs(table, lens), shape)
+    step = lay_out(decode_inputs(table, lens), shape, 400)
     out = step.attend(q, q, q, pool.k[0], pool.v[0]).view(-1, HEADS, HEAD_DIM)
     for row, length in enumerate(lens):
         expected = written_out(q[row], pool, table[row], length, shape)
@@ -107,7 +107,7 @@ def test_chunk_rows_see_a_window(window: int, start: int) -> None:
     q = torch.randn(10, HEADS, HEAD_DIM)
     here = slice(start, start + 10)
     cells = pool.k[0][pages].flatten(0, 1)[here], pool.v[0][pages].flatten(0, 1)[here]
-    step = lay_out(inputs, shape)
+    step = lay_out(inputs, shape, 20)
     out = step.attend(q, *cells, pool.k[0], pool.v[0])
     for place in range(10):
         expected = written_out(q[place], pool, pages, start + place + 1, shape)
@@ -127,7 +127,7 @@ def test_chunk_rows() -> None:
     inputs = StepInputs(zeros, zeros, zeros, 0, EMPTY.view(0, 0), EMPTY, none, 0, (chunk,))
     q = torch.randn(10, HEADS, HEAD_DIM)
     cells = pool.k[0][pages].flatten(0, 1)[43:53], pool.v[0][pages].flatten(0, 1)[43:53]
-    out = lay_out(inputs, SHAPE).attend(q, *cells, pool.k[0], pool.v[0])
+    out = lay_out(inputs, SHAPE, 20).attend(q, *cells, pool.k[0], pool.v[0])
     for place in range(10):
         expected = written_out(q[place], pool, pages, 44 + place)
         ours = out[place].view(HEADS, HEAD_DIM).double()
@@ -140,10 +140,10 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
     lens = [100, 900, 1, 333]
     table = page_table(lens, 400)
     q = torch.randn(4, HEADS, HEAD_DIM)
-    step = lay_out(decode_inputs(table, lens), SHAPE)
+    step = lay_out(decode_inputs(table, lens), SHAPE, 400)
     together = step.attend(q, q, q, pool.k[0], pool.v[0])
     for row, length in enumerate(lens):
-        alone = lay_out(decode_inputs(table[row : row + 1], [length]), SHAPE)
+        alone = lay_out(decode_inputs(table[row : row + 1], [length]), SHAPE, 400)
         one = q[row : row + 1]
         single = alone.attend(one, one, one, pool.k[0], pool.v[0])
         torch.testing.assert_close(together[row : row + 1], single, rtol=0, atol=1e-6)
@@ -153,7 +153,7 @@ def test_an_empty_row_spoils_nothing() -> None:
     """A padding row may come with length 0: it must stay finite, for its NaN would be written."""
     pool = filled_pool(10)
     q = torch.randn(2, HEADS, HEAD_DIM)
-    step = lay_out(decode_inputs(torch.tensor([[0], [4]]), [0, 5]), SHAPE)
+    step = lay_out(decode_inputs(torch.tensor([[0], [4]]), [0, 5]), SHAPE, 10)
     out = step.attend(q, q, q, pool.k[0], pool.v[0])
     assert out.isfinite().all()
     expected = written_out(q[1], pool, torch.tensor([4]), 5)

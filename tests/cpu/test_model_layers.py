@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stepahead.errors import UnsupportedModel
-from stepahead.model.layers import Linear, PackedLinear, RMSNorm, Rope, pack_linears, rotate
+from stepahead.model.layers import Linear, RMSNorm, Rope, rotate
+from stepahead.model.packed import AS_READ, PackedLinear, Packing, pack_linears
 from stepahead.model.spec import ModelSpec, RopeSpec, kv_bytes_per_token
 from stepahead.model.weights import load_model, random_model
 
@@ -35,29 +36,43 @@ def filled(linear: Linear) -> Linear:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [1, 3, 32, 200])
-def test_packed_gives_what_plain_gives(dtype: torch.dtype, tokens: int) -> None:
+@pytest.mark.parametrize("fine", [True, False], ids=["fine", "coarse"])
+def test_packed_gives_what_plain_gives(dtype: torch.dtype, tokens: int, fine: bool) -> None:
     torch.manual_seed(tokens)
-    model = nn.Sequential(filled(Linear(512, (256, 512), bias=True)).to(dtype))
+    plain = Linear(512, (256, 512), bias=True, fine_sums=fine)
+    model = nn.Sequential(filled(plain).to(dtype))
     x = torch.randn(tokens, 512, dtype=dtype)
     exact = F.linear(x.double(), model[0].weight.double(), model[0].bias.double())
     pack_linears(model)
-    if torch.backends.mkldnn.is_available() and dtype == torch.float32:
+    if torch.backends.mkldnn.is_available() and dtype == torch.float32 and not fine:
         assert isinstance(model[0], PackedLinear)
     bound = 2e-4 if dtype == torch.float32 else 0.5
     with torch.inference_mode():
         assert (model(x).double() - exact).abs().max() < bound
+        if torch.backends.mkldnn.is_available() and dtype == torch.float32:
+            assert (PackedLinear(plain)(x).double() - exact).abs().max() < bound
 
 
 def test_small_matrices_stay_plain() -> None:
-    model = nn.Sequential(filled(Linear(64, (64,))))
+    model = nn.Sequential(filled(Linear(64, (64,), fine_sums=False)))
     pack_linears(model)
     assert isinstance(model[0], Linear)
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
-def test_packing_leaves_no_plain_weights_behind() -> None:
-    model = nn.Sequential(*(filled(Linear(512, (512,))) for _ in range(3)))
-    pack_linears(model)
+def test_sums_in_pieces_are_packed_where_the_cpu_is_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    for capability, kind in (("AVX2", Linear), ("AVX512", PackedLinear)):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda name=capability: name)
+        model = nn.Sequential(filled(Linear(512, (512,))))
+        pack_linears(model)
+        assert isinstance(model[0], kind)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+@pytest.mark.parametrize("how", [AS_READ, Packing("int8")], ids=["float32", "int8"])
+def test_packing_leaves_no_plain_weights_behind(how: Packing) -> None:
+    model = nn.Sequential(*(filled(Linear(512, (512,), fine_sums=False)) for _ in range(3)))
+    pack_linears(model, how)
     assert list(model.parameters()) == []
 
 

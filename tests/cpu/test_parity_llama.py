@@ -8,6 +8,7 @@ Which rows fork, if any, is the machine's arithmetic.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from stepahead.config import ModelFacts
 from stepahead.engine import Engine
 from stepahead.executor.inline import InlineExecutor
 from stepahead.model.llama import Llama
+from stepahead.model.packed import AS_READ, Packing
 from stepahead.model.spec import ModelSpec, kv_bytes_per_token, read_spec
 from stepahead.model.weights import load_model, random_model
 from stepahead.runner.build import build_device
@@ -37,24 +39,28 @@ from workloads import Ask, Workload, workload
 SHARDS = 5
 WORKLOADS = 10  # a shard
 CLOSE = 1e-4
-MODELS = {
-    vocab: random_model(
-        ModelSpec(
-            architecture="LlamaForCausalLM",
-            vocab_size=vocab,
-            hidden_size=32,
-            intermediate_size=48,
-            num_layers=2,
-            num_heads=4,
-            num_kv_heads=2,
-            head_dim=8,
-            max_len=64,
-        ),
-        seed=5,
-        dtype="float32",
+
+
+def random_llama(vocab_size: int, packing: Packing = AS_READ) -> Llama:
+    """The tiny model of that vocabulary."""
+    spec = ModelSpec(
+        architecture="LlamaForCausalLM",
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        max_len=64,
     )
-    for vocab in (17, 64)
-}
+    return random_model(spec, seed=5, dtype="float32", packing=packing)
+
+
+MODELS = {vocab: random_llama(vocab) for vocab in (17, 64)}
+INT8 = {vocab: random_llama(vocab, Packing("int8")) for vocab in MODELS}
+INVARIANT = {vocab: random_llama(vocab, Packing(invariant=True)) for vocab in MODELS}
+INVARIANT_INT8 = {vocab: random_llama(vocab, Packing("int8", invariant=True)) for vocab in MODELS}
 
 
 def engine_of(model: Llama, options: dict[str, Any], variant: Variant, eos: int = 1) -> Engine:
@@ -163,6 +169,64 @@ def test_a_tiny_llama_gives_the_same_under_drafts() -> None:
     assert counts["drafts accepted"] > 50
     assert nearly.tokens > 100
     assert nearly.forks <= 2
+
+
+def playing(models: dict[int, Llama]) -> Callable[[Workload, Variant], Run]:
+    """As `play`, on one of these."""
+
+    def play_it(work: Workload, variant: Variant) -> Run:
+        model = models[work.options["vocab_size"]]
+        return Client(engine_of(model, work.options, variant), work).play()
+
+    return play_it
+
+
+def test_a_tiny_llama_in_int8_gives_the_same_from_every_loop() -> None:
+    nearly = Nearly()
+    for seed in range(200, 208):
+        loop, depth = (("overlap", 0), ("batch-queue", 3))[seed % 2]
+        variant = Variant(loop, ("cpu", "hostile")[seed % 3 == 0], seed, depth)
+        check(seed, [variant], with_margins, playing(INT8), nearly, replay=__file__)
+    assert nearly.tokens > 50
+    assert nearly.forks <= 2
+
+
+@dataclass
+class ToTheBit:
+    """The rule of rows that do not depend on their neighbours, and how often it could compare."""
+
+    tokens: int = 0
+
+    def __call__(self, one: Told, two: Told) -> str:
+        """What differs; "" if nothing does."""
+        if one.refused or two.refused:
+            return "" if one.refused == two.refused else "refused"
+        for place, (row, its) in enumerate(zip(one.logprobs, two.logprobs, strict=False)):
+            if row != its:
+                return f"logprobs at {place}: {row} and {its}"
+            self.tokens += 1
+        for at in one.prompt_logprobs.keys() & two.prompt_logprobs.keys():
+            if one.prompt_logprobs[at] != two.prompt_logprobs[at]:
+                return f"prompt logprobs at {at}"
+        if one.aborted or two.aborted:
+            return ""
+        return "" if ends_of(one) == ends_of(two) else f"ends {ends_of(one)}, {ends_of(two)}"
+
+
+@pytest.mark.parametrize("models", [INVARIANT, INVARIANT_INT8], ids=["float32", "int8"])
+def test_a_batch_invariant_llama_gives_the_same_to_the_bit(models: dict[int, Llama]) -> None:
+    """Loops, chunks, preemptions and drafts put a request beside others, and change nothing."""
+    to_the_bit = ToTheBit()
+    counts: Counter[str] = Counter()
+    for seed in range(300, 308):
+        loop, depth = (("overlap", 0), ("batch-queue", 3))[seed % 2]
+        variants = [Variant(loop, "cpu", seed, depth)]
+        if seed % 4 == 3:
+            variants.append(Variant("overlap", "cpu", seed, draft="ngram", drafts=3))
+        _, found = check(seed, variants, with_margins, playing(models), to_the_bit, replay=__file__)
+        counts += found
+    assert counts["prefix_hits"] > 0
+    assert to_the_bit.tokens > 100
 
 
 # --- transformers ---------------------------------------------------------------------------

@@ -75,7 +75,8 @@ def test_a_step_gives_what_the_cpu_gives(
     shape = HeadShape(8, 2, 64, dtype, page_size)
     inputs, *arrays = step(shape, [1, 700, 33, 256], chunks)
     exact = HeadShape(8, 2, 64, torch.float32, page_size)
-    expected = paged.lay_out(inputs, exact).attend(*(array.float() for array in arrays))
+    floats = [array.float() for array in arrays]
+    expected = paged.lay_out(inputs, exact, len(floats[-1])).attend(*floats)
     here = moved(inputs)
     on_gpu = [array.to(PLACE) for array in arrays]
     tolerance = 1e-4 if dtype is torch.float32 else 3e-2

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from mutating import Mutation
 
+_PACKED = "tests/cpu/test_model_packed.py::"
+
 MUTATIONS = [
     Mutation(
         "torch's kernel is believed",
@@ -177,7 +179,7 @@ MUTATIONS = [
     Mutation(
         "a scale beside a float weight is passed over",
         "weights off by their scales",
-        "model/weights.py",
+        "model/folder.py",
         "        if name + SCALE in self._homes:\n",
         "        if False:\n",
         "tests/cpu/test_sparse_weights.py::test_a_file_that_is_wrong_is_told_by_tensor",
@@ -243,10 +245,90 @@ MUTATIONS = [
         "an hour until an error that could be told at once",
         "model/weights.py",
         " - {name + SCALE for name in known})\n"
-        "        _fill(model, source, DTYPES[dtype], device)\n",
+        "        _fill(model, source, DTYPES[dtype], device, packing)\n",
         " - {name + SCALE for name in known})"
-        " if _fill(model, source, DTYPES[dtype], device) is None else None\n",
+        " if _fill(model, source, DTYPES[dtype], device, packing) is None else None\n",
         "tests/cpu/test_sparse_weights.py"
         "::test_a_tensor_without_a_place_is_told_before_any_is_read",
+    ),
+    Mutation(
+        "one scale for the activations of all rows",
+        "a request whose answer depends on who is beside it, and zeros beside one that overflows",
+        "model/int8.py",
+        "    return x.abs().amax(-1, keepdim=True).clamp_(min=_LEAST_SCALE)\n",
+        "    return x.abs().amax().expand(len(x), 1).clamp(min=_LEAST_SCALE)\n",
+        _PACKED + "test_a_row_is_the_same_to_the_bit_beside_any_others",
+    ),
+    Mutation(
+        "activations are rounded as they come",
+        "one large activation that leaves the others of its row a step or two",
+        "model/int8.py",
+        "    while len(matrix) < _TURNED and",
+        "    while False and",
+        _PACKED + "test_one_large_activation_does_not_drown_the_others",
+    ),
+    Mutation(
+        "pairs of weights may be as large as they like",
+        "sums that saturate in 16 bits on CPUs without VNNI",
+        "model/int8.py",
+        "sizes.amax(1) / _MOST, pairs.amax(1) / most)",
+        "sizes.amax(1) / _MOST, pairs.amax(1) / (2 * most))",
+        _PACKED + "test_no_pair_of_neighbours_can_overflow_sixteen_bits",
+    ),
+    Mutation(
+        "an int8 kernel that saturates is believed",
+        "wrong sums on a CPU that nobody has tried",
+        "model/int8.py",
+        "    return torch.allclose(found, ",
+        "    return torch.isfinite(found).all() or torch.allclose(found, ",
+        _PACKED + "test_an_int8_kernel_that_saturates_is_not_believed",
+    ),
+    Mutation(
+        "int8 forgets a matrix's bias",
+        "a model with biases that answers almost right",
+        "model/packed.py",
+        "(wide / scales).mul_(scales)\n        if self.bias is not None:\n",
+        "(wide / scales).mul_(scales)\n        if False:\n",
+        _PACKED + "test_int8_is_rounding_and_exact_sums",
+    ),
+    Mutation(
+        "matrices stay as they were read until all are packed",
+        "a model that fits in int8 and is refused memory while it loads",
+        "model/weights.py",
+        "            if module not in homes[module][0].children():\n",
+        "            if False:\n",
+        _PACKED + "test_no_more_than_one_matrix_is_there_as_it_was_read",
+    ),
+    Mutation(
+        "a matrix is packed in another one's place",
+        "layers that compute with each other's weights",
+        "model/weights.py",
+        "pack(*homes[module], module, packing)",
+        "pack(*next(homes[m] for m in homes if isinstance(m, Linear)), module, packing)",
+        _PACKED + "test_a_file_gives_in_int8_nearly_what_it_gives_in_float32",
+    ),
+    Mutation(
+        "under batch invariance a chunk is attended to as a whole",
+        "a prompt whose logits depend on where its chunks were cut",
+        "model/llama.py",
+        "        if self.invariant:\n",
+        "        if False:\n",
+        _PACKED + "test_a_requests_logits_are_the_same_to_the_bit_beside_any_others",
+    ),
+    Mutation(
+        "under batch invariance a product has as many rows as there are",
+        "sums in another order when a neighbour comes or goes",
+        "model/packed.py",
+        "        tiles = [self.packed(tile) for tile in padded.split(_INVARIANT_ROWS)]\n",
+        "        tiles = [self.packed(padded[:count])]\n",
+        _PACKED + "test_a_row_is_the_same_to_the_bit_beside_any_others",
+    ),
+    Mutation(
+        "scores begin with those of the layer before",
+        "rows that see what is past their end",
+        "model/attention/paged.py",
+        "            scores = group.scores_dev.copy_(group.mask_dev)\n",
+        "            scores = group.scores_dev\n",
+        "tests/cpu/test_model_attention.py::test_decode_rows",
     ),
 ]

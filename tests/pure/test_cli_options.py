@@ -46,6 +46,8 @@ EXAMPLES = {
     "logits_processor": "mine.processors:Quiet",
     "serial_prefill": True,
     "dtype": "bfloat16",
+    "quantization": "int8",
+    "batch_invariant": True,
     "kv_memory_gb": 0.5,
     "prefix_cache": True,
     "debug": True,

@@ -39,6 +39,8 @@ BAD: dict[str, list[Any]] = {
     "device": ["cuda:99", None],
     "device_seed": ["1", 1.0, None, True],
     "dtype": ["float8", None, 32],
+    "quantization": ["fp8", None, 8, True],
+    "batch_invariant": [None, 1, "yes"],
     "max_model_len": NOT_COUNTS,
     "max_rows": [*NOT_COUNTS, None, MAX_ROWS + 1],
     "max_step_tokens": [*NOT_COUNTS, None],
@@ -56,6 +58,26 @@ BAD: dict[str, list[Any]] = {
     "metric_names": ["grafana", None, 1],
     "request_spans": [None, 0, "no"],
 }
+
+
+def test_what_the_kernels_are_not_known_to_do_is_refused() -> None:
+    on_gpu = {"device": "cuda"}
+    for options, words in (
+        ({"quantization": "int8", **on_gpu}, "quantization=int8 runs on the CPU only"),
+        ({"batch_invariant": True, **on_gpu}, "batch_invariant with device=cuda"),
+        ({"batch_invariant": True, "dtype": "bfloat16"}, "dtype=bfloat16: .* use device=cpu"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            config_from("model", options)
+    for name, value in (("quantization", "int8"), ("batch_invariant", True)):
+        config = config_from("model", {name: value})
+        with pytest.raises(ConfigError, match=f"{name}={value} is not here for this model"):
+            resolve(config, FACTS, PLENTY)
+        assert resolve(config, dataclasses.replace(FACTS, packs=True), PLENTY).config == (
+            dataclasses.replace(
+                resolve(EngineConfig("model"), FACTS, PLENTY).config, **{name: value}
+            )
+        )
 
 
 def test_the_list_covers_every_option() -> None:
@@ -81,7 +103,8 @@ def test_every_choice_is_taken(name: str, choice: str) -> None:
 @pytest.mark.parametrize("alias", ALIASES)
 def test_other_engines_spellings_mean_our_options(alias: str) -> None:
     ours = ALIASES[alias]
-    value = {"prefix_cache": False, "pipeline_stages": 3, "draft_tokens": 2}.get(ours, 32)
+    values: dict[str, Any] = {"prefix_cache": False, "batch_invariant": True}
+    value = (values | {"pipeline_stages": 3, "draft_tokens": 2}).get(ours, 32)
     beside = {"draft": "ngram"} if ours == "draft_tokens" else {}
     found = config_from("toy", {alias: value} | beside)
     assert found == config_from("toy", {ours: value} | beside)

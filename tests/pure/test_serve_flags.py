@@ -24,7 +24,13 @@ PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
 BEGIN, END = "<!-- begin flags -->\n", "<!-- end flags -->\n"
 # values that fit where 4 does not
 PARSERS = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
-VALUES = PARSERS | {"dtype": "bfloat16", "device": "cpu", "loop": "serial", "host": "localhost"}
+VALUES = PARSERS | {
+    "dtype": "bfloat16",
+    "device": "cpu",
+    "loop": "serial",
+    "host": "localhost",
+    "quantization": "int8",
+}
 
 
 APP = App(result_action="return_value")
@@ -135,7 +141,7 @@ def test_the_most_used_spellings_are_taken() -> None:
 
 @pytest.mark.parametrize(("alias", "field"), [*SERVE_ALIASES.items(), *ALIASES.items()])
 def test_every_alias_is_taken_by_the_server(alias: str, field: str) -> None:
-    value = [] if field == "prefix_cache" else ["4"]
+    value = [] if field in ("prefix_cache", "batch_invariant") else ["4"]
     assert read("--" + alias.replace("_", "-"), *value).keys() == {field}
 
 

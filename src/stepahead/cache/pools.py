@@ -28,6 +28,7 @@ class KVPool:
         device: torch.device | str = "cpu",
     ) -> None:
         shape = (num_pages, page_size, num_kv_heads, head_dim)
+        self.num_pages = num_pages
         self.page_size = page_size
         self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]

@@ -32,7 +32,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "loop: when the host looks": ("loop", "depth", "serial_prefill"),
     "runner: how a step is run": (
-        *("dtype", "fence", "seed", "threads"),
+        *("dtype", "quantization", "batch_invariant", "fence", "seed", "threads"),
         *("draft", "draft_tokens", "logits_processor"),
     ),
     "device: on what": ("device", "device_seed"),

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stepahead.config import EngineConfig
 from stepahead.errors import ModelError
 from stepahead.explain import sglang, vllm
 from stepahead.explain.choices import choices_of
@@ -42,7 +41,7 @@ def explain_model(
     `bytes_available`: memory of the device; None asks the machine.  ConfigError for an option that
     does not exist, ModelError for a model of which nothing can be read.
     """
-    model = describe(name, options.get("dtype", EngineConfig.dtype))
+    model = describe(name, options)
     effective = settle(model, options, bytes_available)
     return ModelReport(
         model=name,
@@ -88,6 +87,6 @@ def _known_memory(name: str | None) -> Memory | None:
     if name is None:
         return None
     try:
-        return _memory(describe(name, EngineConfig.dtype))
+        return _memory(describe(name, {}))
     except ModelError:
         return None

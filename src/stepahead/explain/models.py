@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from stepahead.config import DTYPE_BYTES, ModelFacts
+from stepahead.config import DTYPE_BYTES, EngineConfig, ModelFacts
 from stepahead.errors import UnsupportedModel, WeightError
 from stepahead.explain import glm
 from stepahead.explain.report import Entry
@@ -54,8 +54,10 @@ class Described:
     ordinary: bool = True
 
 
-def describe(name: str, dtype: str) -> Described:
-    """A model that runs as `dtype`; WeightError where there is nothing to read."""
+def describe(name: str, options: Mapping[str, Any]) -> Described:
+    """A model that runs with these options of EngineConfig, as far as its memory depends on them;
+    WeightError where there is nothing to read."""
+    dtype = options.get("dtype", EngineConfig.dtype)
     if name == TOY:
         return _toy()
     if name.lower() in _SPELLINGS and not os.path.exists(name):
@@ -77,7 +79,7 @@ def describe(name: str, dtype: str) -> Described:
         shape = glm.as_read(glm.read_shape(file.read_bytes(), str(file)), spec)
         known = _glm(name, spec.architecture, shape, dtype)
         return replace(known, lines=(*known.lines, *spec.notes))
-    return _dense(name, spec, dtype)
+    return _dense(name, spec, options)
 
 
 def _toy() -> Described:
@@ -87,23 +89,26 @@ def _toy() -> Described:
     return Described(TOY, "ToyModel", facts, ("a hash of the cache, for tests; no weights",))
 
 
-def _dense(name: str, spec: ModelSpec, dtype: str) -> Described:
-    from stepahead.assemble import weight_values
+def _dense(name: str, spec: ModelSpec, options: Mapping[str, Any]) -> Described:
+    from stepahead.assemble import weight_bytes, weight_values
 
-    values, width = weight_values(spec), DTYPE_BYTES[dtype]
+    kept = {key: options[key] for key in ("dtype", "quantization", "device") if key in options}
+    config = EngineConfig(name, **kept)
     facts = ModelFacts(
         vocab_size=spec.vocab_size,
         max_len=spec.max_len,
         eos_ids=spec.eos_token_ids,
-        kv_bytes_per_token=kv_bytes_per_token(spec, width),
-        weight_bytes=values * width,
+        kv_bytes_per_token=kv_bytes_per_token(spec, DTYPE_BYTES[config.dtype]),
+        weight_bytes=weight_bytes(spec, config),
+        packs=True,
     )
     lines = (
         f"{spec.num_layers} layers, {spec.num_heads} heads of {spec.head_dim} on "
         f"{spec.num_kv_heads} heads of keys and values",
         *spec.notes,
     )
-    return Described(name, spec.architecture, facts, lines, sizes=_dense_sizes(spec, values))
+    sizes = _dense_sizes(spec, weight_values(spec))
+    return Described(name, spec.architecture, facts, lines, sizes=sizes)
 
 
 def _dense_sizes(spec: ModelSpec, values: int) -> Sizes:

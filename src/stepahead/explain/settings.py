@@ -120,6 +120,9 @@ def _without(config: EngineConfig, error: ConfigError) -> EngineConfig:
         return dataclasses.replace(config, max_model_len=None)
     if str(error).startswith("threads="):
         return dataclasses.replace(config, threads=None)
+    for name in ("quantization", "batch_invariant"):
+        if str(error).startswith(f"{name}="):
+            return dataclasses.replace(config, **{name: getattr(EngineConfig, name)})
     raise error
 
 

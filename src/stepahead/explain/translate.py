@@ -123,6 +123,11 @@ def _value(words: Words, name: str, option: str) -> tuple[Any, str]:
         return None, "the longest that fits is not searched for; give a number"
     if option in ("dtype", "device"):
         return _named(option, _DTYPES.get(str(given), str(given)))
+    if option == "quantization":
+        value, note = _named(option, str(given))
+        return value, note or "on the CPU only so far"
+    if option == "batch_invariant":
+        return True, "of float32 on the CPU only so far"
     return given, ""
 
 

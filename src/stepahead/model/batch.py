@@ -5,10 +5,12 @@ Plain immutable arrays; it knows neither requests nor how they were chosen.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 
 @dataclass(frozen=True)
@@ -55,3 +57,28 @@ class StepInputs:
     max_decode_len: int
     chunks: tuple[ChunkRow, ...]
     states_dev: Tensor | None = None
+
+
+def one_by_one(inputs: StepInputs) -> StepInputs:
+    """The same step, where each prompt position is a decode row of its own: it reads what is before
+    it alone, so what it gets does not depend on where its chunk begins and ends."""
+    if not inputs.chunks:
+        return inputs
+    width = max([inputs.decode_pages_dev.shape[1], *(len(row.pages_dev) for row in inputs.chunks)])
+    tables = [F.pad(inputs.decode_pages_dev, (0, width - inputs.decode_pages_dev.shape[1]))]
+    lens, bounds = [inputs.decode_lens_dev], [inputs.decode_bounds]
+    for row in inputs.chunks:
+        table = F.pad(row.pages_dev, (0, width - len(row.pages_dev)))
+        tables.append(table.expand(row.count, width))
+        ends = np.arange(row.context_len - row.count, row.context_len) + 1
+        lens.append(torch.from_numpy(ends).to(table.device))
+        bounds.append(ends)
+    return replace(
+        inputs,
+        n_decode=len(inputs.cells_dev),
+        decode_pages_dev=torch.cat(tables),
+        decode_lens_dev=torch.cat(lens),
+        decode_bounds=np.concatenate(bounds),
+        max_decode_len=max([inputs.max_decode_len, *(row.context_len for row in inputs.chunks)]),
+        chunks=(),
+    )

@@ -13,11 +13,6 @@ from torch.nn import functional as F
 
 from stepahead.model.spec import RopeSpec
 
-# Below this many weights, oneDNN's set-up (10 us a call) costs more than its kernels save.
-_LEAST_PACKED = 1 << 18
-# Columns that a float32 product adds up in a row; MKL, which transformers runs on, has the same.
-_SUMMED_IN_A_ROW = 192
-
 
 def empty_parameter(*shape: int) -> nn.Parameter:
     """A parameter that has a shape and no memory."""
@@ -49,56 +44,6 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[T, in_features] to [T, sum(parts)]."""
         return F.linear(x, self.weight, self.bias)
-
-
-class PackedLinear(nn.Module):
-    """A Linear whose weights lie in oneDNN's blocked order: about twice as fast on AVX-512 CPUs.
-
-    F.linear hands float32 to MKL, which runs at AVX2 speed on AMD, and makes oneDNN reorder
-    bfloat16 weights in every call.
-    """
-
-    def __init__(self, plain: Linear) -> None:
-        super().__init__()
-        weight = plain.weight.data
-        # bfloat16 sums are kept in float32 inside a call, and rounded between calls
-        pieces = plain.fine_sums and weight.dtype == torch.float32
-        self._columns = _SUMMED_IN_A_ROW if pieces else weight.shape[1]
-        self._packed = [
-            torch.ops.mkldnn._reorder_linear_weight(piece.contiguous(), None)
-            for piece in weight.split(self._columns, 1)
-        ]
-        self.bias = plain.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, in_features] to [T, sum(parts)]."""
-        product = torch.ops.mkldnn._linear_pointwise.default
-        first, *rest = x.split(self._columns, 1)
-        out = product(first, self._packed[0], self.bias, "none", [], "")
-        for piece, packed in zip(rest, self._packed[1:], strict=True):
-            out += product(piece, packed, None, "none", [], "")
-        return out
-
-
-def pack_linears(model: nn.Module) -> None:
-    """Replace every large enough Linear on the CPU by a PackedLinear, where torch has oneDNN.
-
-    One matrix at a time, so that there is never a second copy of more than one.
-    """
-    # A list of all modules would keep every plain matrix until the last one is packed.
-    parents = [module for module in model.modules() if not isinstance(module, Linear)]
-    for parent in parents:
-        for name, child in parent.named_children():
-            if isinstance(child, Linear) and _worth_packing(child.weight):
-                setattr(parent, name, PackedLinear(child))
-
-
-def _worth_packing(weight: Tensor) -> bool:
-    if weight.device.type != "cpu" or weight.numel() < _LEAST_PACKED:
-        return False
-    if not torch.backends.mkldnn.is_available():
-        return False
-    return weight.dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 class RMSNorm(nn.Module):

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from stepahead.cache.pools import KVPool
 from stepahead.model.attention import paged, varlen
 from stepahead.model.attention.paged import HeadShape
-from stepahead.model.batch import StepInputs
+from stepahead.model.batch import StepInputs, one_by_one
 from stepahead.model.layers import Linear, RMSNorm, Rope, empty_parameter, rotate
 from stepahead.model.spec import Activation, ModelSpec
 
@@ -134,6 +134,7 @@ class Llama(nn.Module):
         super().__init__()
         self.spec = spec
         self.vocab_size = spec.vocab_size
+        self.invariant = False  # what a row gets is the same to the bit, whatever is beside it
         self.embed = Embedding(spec.vocab_size, spec.hidden_size, spec.embed_scale)
         self.rope = Rope(spec.rope, spec.head_dim, spec.max_len)
         self.window_rope = self.rope
@@ -150,6 +151,8 @@ class Llama(nn.Module):
 
     def run(self, x: Tensor, inputs: StepInputs, kv: KVPool) -> Tensor:
         """The layers alone: [T, hidden] to the same; x itself is overwritten."""
+        if self.invariant:
+            inputs = one_by_one(inputs)
         kinds = {layer.windowed for layer in self._layers()}
         steps = {windowed: self._lay_out(x, inputs, kv, windowed) for windowed in kinds}
         for layer in self._layers():
@@ -160,11 +163,14 @@ class Llama(nn.Module):
         return list(self.layers)  # type: ignore[arg-type]  # a ModuleList forgets what it holds
 
     def _lay_out(self, x: Tensor, inputs: StepInputs, kv: KVPool, windowed: bool) -> LayerStep:
-        # on the CPU lengths cost nothing to look at, and looking saves memory traffic
-        lay_out = paged.lay_out if x.device.type == "cpu" else varlen.lay_out
         rope = self.window_rope if windowed else self.rope
         cos, signed_sin = rope(inputs.positions_dev, x.dtype)
-        attention = lay_out(inputs, self._heads(kv.page_size, windowed))
+        heads = self._heads(kv.page_size, windowed)
+        # on the CPU lengths cost nothing to look at, and looking saves memory traffic
+        if x.device.type == "cpu":
+            attention: StepAttention = paged.lay_out(inputs, heads, kv.num_pages)
+        else:
+            attention = varlen.lay_out(inputs, heads)
         return LayerStep(cos, signed_sin, inputs.cells_dev, attention)
 
     def logits(self, hidden: Tensor) -> Tensor:

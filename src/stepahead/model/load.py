@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from stepahead.model.packed import Packing, Quantization
 from stepahead.model.spec import read_spec
 from stepahead.model.weights import AnyModel, DTypeName, load_model, load_sparse
 
 
-def load(path: str, dtype: DTypeName, device: str = "cpu", *, drafts: bool = False) -> AnyModel:
+def load(
+    path: str,
+    dtype: DTypeName,
+    device: str = "cpu",
+    *,
+    drafts: bool = False,
+    quantization: Quantization = "none",
+    invariant: bool = False,
+) -> AnyModel:
     """The model of a folder or a GGUF file, with its weights on `device`; ModelError if it can't
-    be used.  `drafts`: with its MTP layer, where it has one."""
+    be used.  `drafts`: with its MTP layer, where it has one; `quantization` and `invariant` as in
+    `Packing`, for a model without `sparse`."""
     spec = read_spec(path)
     if spec.sparse is not None:
         return load_sparse(spec, dtype, device, drafts=drafts)
-    return load_model(spec, dtype, device)
+    return load_model(spec, dtype, device, packing=Packing(quantization, invariant))

@@ -10,23 +10,23 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
-import os
-from collections.abc import Callable, Generator, Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal, Protocol
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from stepahead.errors import UnsupportedModel, WeightError
-from stepahead.model.fp8 import SCALE, dequantize_into, scales_shape
+from stepahead.model.folder import check_shape, open_folder
+from stepahead.model.fp8 import SCALE
 from stepahead.model.gguf import GGUFFile, open_gguf
 from stepahead.model.glm_moe_dsa import GlmMoeDsa
-from stepahead.model.layers import Linear, RMSNorm, Rope, pack_linears
+from stepahead.model.layers import Linear, RMSNorm, Rope
 from stepahead.model.llama import Llama
+from stepahead.model.packed import AS_READ, Packing, pack, pack_linears
 from stepahead.model.sparse_names import sparse_names
 from stepahead.model.spec import ARCHITECTURES, ModelSpec
 
@@ -96,10 +96,12 @@ def load_model(
     dtype: DTypeName,
     device: str = "cpu",
     cut: Callable[[Llama], None] | None = None,
+    packing: Packing = AS_READ,
 ) -> Llama:
     """The model that `spec` was read from, ready for inference on `device`.
 
     `cut` may take modules out before anything is read: what it takes out is never in memory.
+    `packing` is how the CPU keeps its matrices.
     Raises WeightError for a missing, misshapen or unexpected tensor or a file that is cut off, and
     UnsupportedModel for values stored in a way that can't be read.
     """
@@ -107,7 +109,7 @@ def load_model(
     known = _known(model)
     if cut is not None:
         cut(model)
-    _read(model, known, dtype, device)
+    _read(model, known, dtype, device, packing)
     return model
 
 
@@ -131,15 +133,27 @@ def _known(model: AnyModel) -> set[str]:
     return {name for _, _, _, names in _stored(model) for name in names}
 
 
-def _read(model: AnyModel, known: set[str], dtype: DTypeName, device: str) -> None:
+def _read(
+    model: AnyModel,
+    known: set[str],
+    dtype: DTypeName,
+    device: str,
+    packing: Packing = AS_READ,
+) -> None:
     with _open(model.spec) as source:
         # before anything is read: that may be hundreds of gigabytes
         _refuse_unread(model.spec, source.names() - known - {name + SCALE for name in known})
-        _fill(model, source, DTYPES[dtype], device)
-    _ready(model, device)
+        _fill(model, source, DTYPES[dtype], device, packing)
+    _ready(model, device, packing)
 
 
-def random_model(spec: ModelSpec, seed: int, dtype: DTypeName, device: str = "cpu") -> Llama:
+def random_model(
+    spec: ModelSpec,
+    seed: int,
+    dtype: DTypeName,
+    device: str = "cpu",
+    packing: Packing = AS_READ,
+) -> Llama:
     """A model with random weights: normal with variance 1 / columns, norms 1; the same on every
     device, because they are drawn on the CPU."""
     model = _without_memory(spec)
@@ -151,7 +165,7 @@ def random_model(spec: ModelSpec, seed: int, dtype: DTypeName, device: str = "cp
         elif name == "bias":
             value.normal_(0.0, 0.1, generator=generator)
         _assign(module, name, value.to(device, _kept_as(module, DTYPES[dtype])))
-    _ready(model, device)
+    _ready(model, device, packing)
     return model
 
 
@@ -160,13 +174,15 @@ def _without_memory(spec: ModelSpec) -> Llama:
     return getattr(importlib.import_module(module), name)(spec)
 
 
-def _ready(model: AnyModel, device: str) -> None:
+def _ready(model: AnyModel, device: str, packing: Packing) -> None:
     if model.spec.tied_head and isinstance(model.head, Linear):
         model.head.weight = model.embed.weight
     for module in model.modules():
         if isinstance(module, Rope):
             module.to(device)  # its tables alone are neither read nor drawn
-    pack_linears(model)
+    pack_linears(model, packing)
+    if isinstance(model, Llama):
+        model.invariant = packing.invariant
     model.eval()
 
 
@@ -195,20 +211,41 @@ def _stored(model: AnyModel) -> Iterator[tuple[nn.Module, str, nn.Parameter, lis
         yield module, name, parameter, list(names)
 
 
-def _fill(model: AnyModel, source: WeightSource, dtype: torch.dtype, device: str) -> None:
-    for module, name, parameter, parts in _stored(model):
-        is_norm = isinstance(module, RMSNorm)
-        offset = model.spec.norm_offset if is_norm else 0.0
-        # Gemma's norms are 1 + weight, added here or in the file: bfloat16 would lose most of it
-        kept_as = torch.float32 if is_norm and model.spec.post_norms else _kept_as(module, dtype)
-        value = torch.empty(parameter.shape, dtype=kept_as, device=device)
-        flat = value.flatten(0, -2) if value.ndim > 1 else value
-        rows = (
-            module.parts if isinstance(module, Linear) else [len(flat) // len(parts)] * len(parts)
-        )
-        for part, target in zip(parts, flat.split(rows), strict=True):
-            source.copy_into(part, target)
-        _assign(module, name, value.add_(offset) if offset else value)
+def _fill(
+    model: AnyModel, source: WeightSource, dtype: torch.dtype, device: str, packing: Packing
+) -> None:
+    homes = {child: (home, at) for home in model.modules() for at, child in home.named_children()}
+    for module, stored in itertools.groupby(list(_stored(model)), lambda entry: entry[0]):
+        for _, name, parameter, parts in stored:
+            value = _filled(module, parameter, parts, model.spec, source, dtype, device)
+            _assign(module, name, value)
+        if isinstance(module, Linear):
+            # at once: packed, all may fit where all as they were read do not
+            pack(*homes[module], module, packing)
+            if module not in homes[module][0].children():
+                module.register_parameter("weight", None)  # lists here still hold the module
+
+
+def _filled(
+    module: nn.Module,
+    parameter: nn.Parameter,
+    parts: list[str],
+    spec: ModelSpec,
+    source: WeightSource,
+    dtype: torch.dtype,
+    device: str,
+) -> Tensor:
+    """What was read for a parameter of `module`."""
+    is_norm = isinstance(module, RMSNorm)
+    offset = spec.norm_offset if is_norm else 0.0
+    # Gemma's norms are 1 + weight, added here or in the file: bfloat16 would lose most of it
+    kept_as = torch.float32 if is_norm and spec.post_norms else _kept_as(module, dtype)
+    value = torch.empty(parameter.shape, dtype=kept_as, device=device)
+    flat = value.flatten(0, -2) if value.ndim > 1 else value
+    rows = module.parts if isinstance(module, Linear) else [len(flat) // len(parts)] * len(parts)
+    for part, target in zip(parts, flat.split(rows), strict=True):
+        source.copy_into(part, target)
+    return value.add_(offset) if offset else value
 
 
 def _kept_as(module: nn.Module, dtype: torch.dtype) -> torch.dtype:
@@ -240,168 +277,10 @@ def _open(spec: ModelSpec) -> contextlib.AbstractContextManager[WeightSource]:
         return contextlib.nullcontext(_GGUFSource(spec, open_gguf(Path(spec.path))))
     if spec.format == "safetensors":
         block = None if spec.sparse is None else spec.sparse.weight_block
-        return _open_folder(Path(spec.path), block)
+        return open_folder(Path(spec.path), block)
     raise UnsupportedModel(
         f"{spec.path or 'the spec'}: format '{spec.format}' has no files to load"
     )
-
-
-def _check_shape(file: Path, name: str, shape: tuple[int, ...], target: Tensor) -> None:
-    if shape != tuple(target.shape):
-        raise WeightError(
-            f"{file}: tensor '{name}' has shape {list(shape)}, expected {list(target.shape)}; "
-            "the config does not belong to these weights"
-        )
-
-
-# --- safetensors ------------------------------------------------------------------------------
-
-
-class _FolderSource:
-    """The tensors of one or several safetensors files, kept open as memory maps.
-
-    A tensor is quantised if it is in fp8 and has a scale beside it, whatever the config says of it;
-    `block` is how much of it shares a scale, None where the config knows of no quantisation.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        files: dict[Path, safe_open],
-        homes: dict[str, Path],
-        block: tuple[int, int] | None,
-    ) -> None:
-        self._folder = folder
-        self._files = files
-        self._homes = homes
-        self._block = block
-
-    def names(self) -> set[str]:
-        return set(self._homes)
-
-    def copy_into(self, name: str, target: Tensor) -> None:
-        if name not in self._homes:
-            raise WeightError(
-                f"{self._folder}: tensor '{name}' is missing, expected with shape "
-                f"{list(target.shape)}; download the folder again"
-            )
-        file, value = self._tensor(name)
-        _check_shape(file, name, tuple(value.shape), target)
-        if self._block is not None and value.dtype == torch.float8_e4m3fn:
-            dequantize_into(target, value, self._scales(name, value, self._block), self._block)
-            return
-        if name + SCALE in self._homes:
-            raise UnsupportedModel(
-                f"{file}: tensor '{name}' has a scale and is stored as {value.dtype}, expected "
-                "float8_e4m3fn and quantization_config in config.json; use the float model"
-            )
-        if value.dtype.itemsize == 1 or not value.is_floating_point():
-            raise UnsupportedModel(
-                f"{file}: tensor '{name}' is stored as {value.dtype}, expected float16, bfloat16 "
-                "or float32; use the float model"
-            )
-        target.copy_(value)
-
-    def _tensor(self, name: str) -> tuple[Path, Tensor]:
-        file = self._homes[name]
-        try:
-            return file, self._files[file].get_tensor(name)
-        except SafetensorError as error:
-            raise WeightError(f"{file}: tensor '{name}' can't be read: {error}") from error
-
-    def _scales(self, name: str, value: Tensor, block: tuple[int, int]) -> Tensor:
-        scale = name + SCALE
-        if scale not in self._homes:
-            raise WeightError(
-                f"{self._homes[name]}: tensor '{name}' is stored as {value.dtype}, and its scale "
-                f"'{scale}' is missing; download the folder again"
-            )
-        file, scales = self._tensor(scale)
-        if value.ndim != 2:
-            raise UnsupportedModel(
-                f"{file}: tensor '{name}' of shape {list(value.shape)} is stored as {value.dtype}, "
-                "only matrices may be; use the float model"
-            )
-        if not scales.is_floating_point():
-            raise UnsupportedModel(
-                f"{file}: tensor '{scale}' is stored as {scales.dtype}, expected float32; use the "
-                "float model"
-            )
-        expected = scales_shape(tuple(value.shape), block)
-        if list(scales.shape) != expected:
-            raise WeightError(
-                f"{file}: tensor '{scale}' has shape {list(scales.shape)}, expected {expected}: "
-                f"one for each block of {block[0]} by {block[1]}; the config does not belong to "
-                "these weights"
-            )
-        return scales
-
-
-@contextlib.contextmanager
-def _open_folder(folder: Path, block: tuple[int, int] | None = None) -> Generator[_FolderSource]:
-    homes = _homes(folder)
-    with contextlib.ExitStack() as stack:
-        files: dict[Path, safe_open] = {}
-        for file in sorted(set(homes.values())):
-            files[file] = stack.enter_context(_open_safetensors(file))
-        if not homes:
-            file = folder / "model.safetensors"
-            files[file] = stack.enter_context(_open_safetensors(file))
-            homes = dict.fromkeys(files[file].keys(), file)
-        for name, file in homes.items():
-            if name not in set(files[file].keys()):
-                raise WeightError(f"{file}: tensor '{name}' is missing, the index expects it here")
-        yield _FolderSource(folder, files, homes, block)
-
-
-def _homes(folder: Path) -> dict[str, Path]:
-    """Which file holds which tensor, from the index of a sharded folder; empty without one."""
-    index = folder / "model.safetensors.index.json"
-    if not index.exists():
-        return {}
-    try:
-        weight_map: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
-        homes = {name: folder / file for name, file in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise WeightError(
-            f"{index}: no index of tensors ({error!r}); expected a JSON object with 'weight_map'"
-        ) from error
-    for name, file in homes.items():
-        if not os.path.isfile(file):  # not Path's own, which raises for a name that is too long
-            raise WeightError(f"{file}: missing; expected with tensor '{name}'; download it")
-    return homes
-
-
-def _open_safetensors(file: Path) -> safe_open:
-    if not file.is_file():
-        raise WeightError(
-            f"{file}: missing; expected with all tensors; download it, or convert the folder's "
-            "weights to safetensors"
-        )
-    try:
-        return safe_open(file, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise WeightError(f"{file}: {_what_is_cut(file) or error}; download it again") from error
-
-
-def _what_is_cut(file: Path) -> str | None:
-    """Which tensor lies beyond the end of a safetensors file, None if that isn't what is wrong."""
-    try:
-        size = file.stat().st_size
-        with file.open("rb") as data:
-            head = data.read(8)
-            start = 8 + int.from_bytes(head, "little")
-            header = data.read(start - 8) if start < 1 << 30 else b""
-        if len(head) < 8 or 8 + len(header) < start:
-            return f"cut off inside its header: {size} bytes, expected {start} and more"
-        tensors = {k: v["data_offsets"][1] for k, v in json.loads(header).items() if k[0] != "_"}
-        beyond = [(start + end, name) for name, end in tensors.items() if start + end > size]
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
-        return None
-    if not beyond:
-        return None
-    end, name = min(beyond)
-    return f"cut off: tensor '{name}' is expected to end at byte {end}, the file has {size}"
 
 
 # --- GGUF -------------------------------------------------------------------------------------
@@ -428,7 +307,7 @@ class _GGUFSource:
                 f"{self._file.path}: tensor '{home}' is missing, expected with shape "
                 f"{list(target.shape)}; convert the model again"
             )
-        _check_shape(self._file.path, home, tensor.shape, target)
+        check_shape(self._file.path, home, tensor.shape, target)
         blocks = self._file.blocks(home)
         if self._spec.architecture == "LlamaForCausalLM":
             blocks = self._unpermuted(name, blocks, target.shape[0])

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from stepahead.model.batch import StepInputs
 from stepahead.model.llama import Layer, Llama
+from stepahead.model.packed import Packing, Quantization
 from stepahead.model.spec import read_spec
 from stepahead.model.toy import LAYERS, ToyKV, ToyModel
 from stepahead.model.weights import DTypeName, load_model
@@ -89,10 +90,19 @@ class LlamaPart:
         return self.model.new_kv(num_pages, page_size)
 
 
-def load_part(path: str, dtype: DTypeName, stage: int, stages: int) -> LlamaPart:
+def load_part(
+    path: str,
+    dtype: DTypeName,
+    stage: int,
+    stages: int,
+    *,
+    quantization: Quantization = "none",
+    invariant: bool = False,
+) -> LlamaPart:
     """A stage of the model of a folder or a GGUF file, with its weights and no others."""
     cut = partial(cut_llama, stage=stage, stages=stages)
-    return LlamaPart(load_model(read_spec(path), dtype, cut=cut), stage, stages)
+    packing = Packing(quantization, invariant)
+    return LlamaPart(load_model(read_spec(path), dtype, cut=cut, packing=packing), stage, stages)
 
 
 # --- the toy ----------------------------------------------------------------------------------

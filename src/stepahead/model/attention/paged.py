@@ -6,13 +6,19 @@ It knows pages and lengths of one step; it must not know requests, weights or wh
 What depends on the step alone (masks, which cells a row reads, which rows go together) is made
 once a step by `lay_out` and used by every layer.
 
-Decode rows are gathered by whole pages, in groups of similar length. Two things keep memory
-traffic down, which is what decode attention on a CPU costs:
+Decode rows are read in groups of similar length, by whole pages.  Memory traffic is what decode
+attention on a CPU costs, so float32 pools are read where they lie:
 
-- Scores are one matrix product a row, over all KV heads at once: each query head is widened with
-  zeros to the width of a whole cell, so the gathered keys [L, kv_heads * head_dim] are used as
-  they lie. Products per KV head would first copy the keys head by head.
-- Values are not gathered at all: `embedding_bag` sums the rows of the pool by their weights.
+- Scores are a product sampled at the cells of a row's pages: `sampled_addmm` of all query heads
+  with all rows of the pool, [cells * kv_heads, head_dim], at the places that a sparse matrix names.
+- Values are summed by their weights by `embedding_bag`, at the same places.
+
+Both add up in an order that depends on the row alone: padding adds zeros at its end.  So what a row
+gets does not depend on its neighbours, to the bit.
+
+`sampled_addmm` knows no bfloat16.  There keys are gathered, and scores are one product a row over
+all KV heads at once: each query head is widened with zeros to the width of a whole cell, because
+products per KV head would copy the keys once more, head by head.
 
     per row:   scores[heads, L] = wide_query[heads, kv_heads * head_dim] @ keys^T
                query head h of KV head j:   0 ... 0 | h's head_dim numbers | 0 ... 0
@@ -21,6 +27,8 @@ traffic down, which is what decode attention on a CPU costs:
 
 from __future__ import annotations
 
+import functools
+import warnings
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,6 +64,10 @@ class HeadShape:
     def cell_bytes(self) -> int:
         return self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
+    @property
+    def softmax_scale(self) -> float:
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
     def cells_read(self, longest: int) -> int:
         """How many cells of whole pages hold what rows of up to `longest` positions see."""
         pages = -(-longest // self.page_size)
@@ -71,15 +83,20 @@ class DecodeGroup:
     rows_dev    int64[n] their places among the decode rows, None when it is all of them in order
     pages_dev   int64[n * L / page_size]
     mask_dev    [n, 1, L], 0 where the row sees a cell and -inf elsewhere
-    values_dev  int64[n * heads * L], rows of the value pool seen as [cells * kv_heads, head_dim]
-    starts_dev  int64[n * heads], where each head's part of values_dev begins
+    places_dev  int32[n * heads * L], rows of a pool seen as [cells * kv_heads, head_dim]
+    starts_dev  int32[n * heads + 1], where each head's part of places_dev begins, and their end
+    scores_dev  [n, heads, L], written anew by each layer
+    sampled_dev the same memory as a sparse matrix [n * heads, cells * kv_heads], filled at
+                places_dev; None where keys are gathered
     """
 
     rows_dev: Tensor | None
     pages_dev: Tensor
     mask_dev: Tensor
-    values_dev: Tensor
+    places_dev: Tensor
     starts_dev: Tensor
+    scores_dev: Tensor
+    sampled_dev: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -149,36 +166,52 @@ class StepAttention:
         return out.flatten(1)
 
     def _decode(self, group: DecodeGroup, q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Tensor:
-        n, heads, head_dim = q.shape
-        keys = torch.embedding(k_pages.flatten(1), group.pages_dev).view(
-            n, -1, k_pages[0, 0].numel()
-        )
-        wide = (q.unsqueeze(2) * self.own_head_dev).view(n, heads, -1)
-        scores = torch.baddbmm(group.mask_dev, wide, keys.transpose(1, 2))
-        weights = torch.softmax(scores, -1)
+        head_dim = q.shape[2]
+        if group.sampled_dev is None:
+            scores = self._gathered(group, q, k_pages)
+        else:
+            scores = group.scores_dev.copy_(group.mask_dev)
+            torch.sparse.sampled_addmm(
+                group.sampled_dev,
+                q.reshape(-1, head_dim),
+                k_pages.view(-1, head_dim).t(),
+                alpha=self.shape.softmax_scale,
+                out=group.sampled_dev,
+            )
         return F.embedding_bag(
-            group.values_dev,
+            group.places_dev,
             v_pages.view(-1, head_dim),
             group.starts_dev,
             mode="sum",
-            per_sample_weights=weights.view(-1),
+            per_sample_weights=torch.softmax(scores, -1).view(-1),
+            include_last_offset=True,
         )
 
+    def _gathered(self, group: DecodeGroup, q: Tensor, k_pages: Tensor) -> Tensor:
+        """Scores [n, heads, L] from a copy of the keys."""
+        n, heads, _ = q.shape
+        cell = k_pages[0, 0].numel()
+        keys = torch.embedding(k_pages.flatten(1), group.pages_dev).view(n, -1, cell)
+        wide = (q.unsqueeze(2) * self.own_head_dev).view(n, heads, cell)
+        return torch.baddbmm(group.mask_dev, wide, keys.transpose(1, 2))
 
-def lay_out(inputs: StepInputs, shape: HeadShape) -> StepAttention:
-    """Prepare a step's attention. Rows are grouped by what the host says of their lengths."""
+
+def lay_out(inputs: StepInputs, shape: HeadShape, num_pages: int) -> StepAttention:
+    """Prepare a step's attention over pools of `num_pages`. Rows are grouped by what the host says
+    of their lengths."""
     device = inputs.token_ids_dev.device
     per_kv_head = shape.num_heads // shape.num_kv_heads
     own_head = own_heads(shape, device)
     bounds = inputs.decode_bounds
     if shape.window is not None:
         bounds = np.minimum(bounds, shape.cells_read(inputs.max_decode_len))
-    kv_head_dev = torch.arange(shape.num_heads, device=device).view(1, -1, 1) // per_kv_head
+    heads_dev = torch.arange(shape.num_heads, dtype=torch.int32, device=device)
+    kv_head_dev = heads_dev.view(1, -1, 1) // per_kv_head
     # An empty row has no softmax; its NaN would be written to its page and spread from there.
     lens_dev = inputs.decode_lens_dev.clamp(min=1)
     groups = tuple(
-        _decode_group(inputs.decode_pages_dev, lens_dev, shape, kv_head_dev, rows, longest)
-        for rows, longest in group_rows(np.maximum(bounds, 1).tolist(), shape)
+        _decode_group(inputs.decode_pages_dev, lens_dev, shape, kv_head_dev, num_pages, *which)
+        for which in group_rows(np.maximum(bounds, 1).tolist(), shape)
     )
     return StepAttention(shape, inputs.n_decode, own_head, groups, lay_out_chunks(inputs, shape))
 
@@ -187,8 +220,7 @@ def own_heads(shape: HeadShape, device: torch.device) -> Tensor:
     """[heads, kv_heads, 1]: the softmax scale where a KV head serves a query head, else 0."""
     per_kv_head = shape.num_heads // shape.num_kv_heads
     own_head = torch.eye(shape.num_kv_heads, dtype=shape.dtype, device=device)
-    scale = shape.head_dim**-0.5 if shape.scale is None else shape.scale
-    return own_head.mul_(scale).repeat_interleave(per_kv_head, 0).unsqueeze(-1)
+    return own_head.mul_(shape.softmax_scale).repeat_interleave(per_kv_head, 0).unsqueeze(-1)
 
 
 def lay_out_chunks(inputs: StepInputs, shape: HeadShape) -> tuple[ChunkReads, ...]:
@@ -224,6 +256,7 @@ def _decode_group(
     lens: Tensor,
     shape: HeadShape,
     kv_head_dev: Tensor,
+    num_pages: int,
     rows: list[int] | None,
     longest: int,
 ) -> DecodeGroup:
@@ -235,11 +268,33 @@ def _decode_group(
     pages, places = _pages_seen(pages, lens, cells_read, shape)
     mask = torch.zeros((len(pages), 1, cells_read), dtype=shape.dtype, device=pages.device)
     mask.masked_fill_(unseen(places, lens.unsqueeze(1), shape.window).unsqueeze(1), float("-inf"))
-    offsets = torch.arange(shape.page_size, device=pages.device) * shape.num_kv_heads
-    cells = pages.unsqueeze(-1) * (shape.page_size * shape.num_kv_heads) + offsets
-    values = (cells.view(len(pages), 1, -1) + kv_head_dev).view(-1)
-    starts = torch.arange(0, len(values), cells_read, device=pages.device)
-    return DecodeGroup(rows_dev, pages.reshape(-1), mask, values, starts)
+    page_rows = shape.page_size * shape.num_kv_heads
+    offsets = torch.arange(0, page_rows, shape.num_kv_heads, dtype=torch.int32, device=pages.device)
+    cells = pages.to(torch.int32).unsqueeze(-1) * page_rows + offsets
+    at = (cells.view(len(pages), 1, -1) + kv_head_dev).view(-1)
+    starts = torch.arange(0, len(at) + 1, cells_read, dtype=torch.int32, device=pages.device)
+    scores = torch.zeros((len(pages), shape.num_heads, cells_read), dtype=shape.dtype)
+    sampled = None
+    if shape.dtype == torch.float32:
+        sampled = _sparse(starts, at, scores.view(-1), num_pages * page_rows)
+    return DecodeGroup(rows_dev, pages.reshape(-1), mask, at, starts, scores, sampled)
+
+
+def _sparse(starts: Tensor, places: Tensor, values: Tensor, columns: int) -> Tensor:
+    """A matrix of `columns` that is filled at `places`; `values` stay where they are."""
+    _hear_of_beta()
+    # unchecked: a row's places are neither sorted nor all different, and need not be
+    return torch.sparse_csr_tensor(
+        starts, places, values, (len(starts) - 1, columns), check_invariants=False
+    )
+
+
+@functools.cache
+def _hear_of_beta() -> None:
+    """torch warns once a process, with the first sparse matrix, that they are in beta."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.sparse_csr_tensor([0, 1], [0], [1.0], (1, 1), check_invariants=False)
 
 
 def _pages_seen(
