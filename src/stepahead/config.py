@@ -208,18 +208,10 @@ def config_from(model: str, options: dict[str, Any]) -> EngineConfig:
     return config
 
 
-_AT_LEAST_ONE = (
-    "max_model_len",
-    "max_rows",
-    "max_step_tokens",
-    "page_size",
-    "num_pages",
-    "threads",
-    "pipeline_stages",
-)
+_REQUIRED = ("max_rows", "max_step_tokens", "page_size", "pipeline_stages")
+_AT_LEAST_ONE = (*_REQUIRED, "max_model_len", "num_pages", "threads")
 _FAR_TOO_MANY = 1 << 40
 _NAMED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
-_REQUIRED = ("max_rows", "max_step_tokens", "page_size", "pipeline_stages")
 
 
 def _check(config: EngineConfig) -> None:
