@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch import Tensor
 
 from drafters import learn
 from engines import Variant, resolved, runner_spec, toy_engine
-from harness import differences, exactly, play
+from harness import Client, differences, exactly, learn_from, play
 from stepahead.device.base import Stream
 from stepahead.device.hostile import HostileDevice
 from stepahead.device.timing import Timing
@@ -20,6 +21,7 @@ from stepahead.engine import Engine
 from stepahead.errors import InvalidParameter
 from stepahead.executor.inline import InlineExecutor
 from stepahead.executor.process import ProcessExecutor
+from stepahead.model.batch import StepInputs
 from stepahead.model.toy import ToyModel
 from stepahead.plan import LATE, NO_INTS, Join, Plan, Result
 from stepahead.runner.build import build_runner
@@ -244,6 +246,39 @@ def test_drafts_that_a_grammar_forbids_are_none() -> None:
     assert free.proposed > free.rows > 30
     assert held.proposed == 0
     assert held.rows == free.rows
+
+
+class WantsLengths(ToyModel):
+    """Attention that works with the host's lengths and checks that they are exact."""
+
+    host_lengths = True
+
+    def __call__(self, inputs: StepInputs, kv: Any) -> Tensor:
+        """As the toy."""
+        living = (inputs.cells_dev[: inputs.n_decode] > 0).numpy()  # the dead write to cell 0
+        assert inputs.decode_bounds[living].tolist() == inputs.decode_lens_dev[living].tolist()
+        return self.forward(inputs, kv)
+
+
+@pytest.mark.parametrize("draft", ["", "drafters:Half"])
+@pytest.mark.parametrize("loop", ["serial", "overlap", "batch-queue"])
+def test_a_model_that_wants_exact_lengths_keeps_to_grammars(loop: str, draft: str) -> None:
+    """A step's lengths are there when its last rows are sampled."""
+    depth = 4 if loop == "batch-queue" else 0
+    variant = Variant(loop, "hostile", 3, depth, draft=draft, drafts=3 if draft else 0)
+    for seed in (3, 6):
+        work = structured(seed)
+        right = play(work)
+        learn_from(right, work)
+        spec = runner_spec(resolved(work.options, variant), draft)
+        runner = Runner(
+            WantsLengths(**spec.options),
+            HostileDevice(seed, spec.depth),
+            spec,
+            spec.options["vocab_size"],
+        )
+        engine = toy_engine(work.options, variant, executor=InlineExecutor(runner))
+        assert not differences(right, Client(engine, work).play(), exactly)
 
 
 # --- races and failures ---------------------------------------------------------------------

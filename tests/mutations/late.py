@@ -119,4 +119,12 @@ MUTATIONS = [
         "",
         _LATE + "test_masks_that_come_late_are_counted_for_their_rows_and_drawn",
     ),
+    Mutation(
+        "lengths are copied out before late rows are sampled",
+        "a model that wants exact lengths fails at its first grammar",
+        "runner/runner.py",
+        "        late = staged.late is not None\n",
+        "        late = False\n",
+        _LATE + "test_a_model_that_wants_exact_lengths_keeps_to_grammars",
+    ),
 ]
