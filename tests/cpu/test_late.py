@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from torch import Tensor
 
 from drafters import learn
 from engines import Variant, resolved, runner_spec, toy_engine
@@ -28,7 +27,7 @@ from stepahead.runner.build import build_runner
 from stepahead.runner.grammar import Matchers
 from stepahead.runner.runner import Runner
 from stepahead.runner.spec import RunnerSpec
-from stepahead.structured import StructuredOutputs
+from stepahead.structured import Grammar, StructuredOutputs
 from stepahead.sync import SyncReason
 from stepahead.types import SamplingParams
 from structured import compiled, structured, toy_vocabulary
@@ -253,7 +252,7 @@ class WantsLengths(ToyModel):
 
     host_lengths = True
 
-    def __call__(self, inputs: StepInputs, kv: Any) -> Tensor:
+    def __call__(self, inputs: StepInputs, kv: Any) -> Any:
         """As the toy."""
         living = (inputs.cells_dev[: inputs.n_decode] > 0).numpy()  # the dead write to cell 0
         assert inputs.decode_bounds[living].tolist() == inputs.decode_lens_dev[living].tolist()
@@ -321,6 +320,31 @@ def test_a_matcher_that_fails_fails_its_step(monkeypatch: pytest.MonkeyPatch) ->
         finishes += outputs.finishes if outputs else ()
     assert [finish.reason for finish in finishes] == ["error"]
     assert "no masks today" in str(engine.failure)
+    engine.close()
+
+
+def test_failures_that_nobody_asks_for_are_forgotten() -> None:
+    """An answer that can't even begin, aborted before its prompt has been computed."""
+    variant = Variant("overlap", "hostile")
+    spec = runner_spec(resolved(OPTIONS, variant))
+    runner = Runner(ToyModel(**spec.options), HostileDevice(3, spec.depth), spec, VOCAB)
+    engine = toy_engine(OPTIONS, variant, executor=InlineExecutor(runner))
+    for _ in range(3):
+        (rid,) = engine.add([3] * 50, ENDLESS, grammar=Grammar("start: nobody"))
+        others = [engine.add([4] * 60, ENDLESS) for _ in range(3)]
+        engine.step()
+        engine.abort(rid)
+        for (other,) in others:
+            engine.abort(other)
+        while engine.has_work:
+            engine.step()
+    engine.add([3, 4], ENDLESS, grammar=compiled(VOCAB, "[ab]{9}"))
+    while engine.has_work:
+        engine.step()
+    matchers = runner._late._matchers
+    assert matchers is not None
+    assert not matchers._errors
+    assert not runner._late._unsaid
     engine.close()
 
 

@@ -127,4 +127,12 @@ MUTATIONS = [
         "        late = False\n",
         _LATE + "test_a_model_that_wants_exact_lengths_keeps_to_grammars",
     ),
+    Mutation(
+        "failures of rows that are gone are kept",
+        "a text for each request that failed and was aborted, for good",
+        "runner/late.py",
+        "        self._unsaid.pop((slot, generation), None)\n",
+        "",
+        _LATE + "test_failures_that_nobody_asks_for_are_forgotten",
+    ),
 ]

@@ -105,6 +105,9 @@ class LateSide:
 
     def _leave(self, slot: int, generation: int) -> None:
         self._made_matchers().leave(slot, generation)
+        # no later step names it, so that nobody would ask
+        self._note_failures()
+        self._unsaid.pop((slot, generation), None)
 
     def _fill(self, rows: LateRows, words: np.ndarray, legal: np.ndarray | None) -> None:
         matchers, slots = self._made_matchers(), rows.slots.tolist()
@@ -142,14 +145,17 @@ class LateSide:
         taken = matchers.advance(step, rows.slots, rows.generations, found, counts)
         for place in matchers.ended[rows.slots].nonzero()[0].tolist():
             heard.ended += int(rows.rows[place]), max(1, int(taken[place]))
-        self._tell_failures(matchers, rows, heard)
+        self._tell_failures(rows, heard)
         if drafts is not None:
             for slot, run in zip(rows.slots.tolist(), drafts.read().tolist(), strict=True):
                 self._drafts[slot] = run[: run.index(-1)] if -1 in run else run
 
-    def _tell_failures(self, matchers: Matchers, rows: LateRows, heard: Heard) -> None:
-        for error in matchers.take_errors():
+    def _note_failures(self) -> None:
+        for error in self._made_matchers().take_errors():
             self._unsaid[error.slot, error.generation] = error.reason
+
+    def _tell_failures(self, rows: LateRows, heard: Heard) -> None:
+        self._note_failures()
         if not self._unsaid:
             return
         owners = zip(rows.slots.tolist(), rows.generations.tolist(), strict=True)
