@@ -330,8 +330,8 @@ def test_failures_that_nobody_asks_for_are_forgotten() -> None:
     runner = Runner(ToyModel(**spec.options), HostileDevice(3, spec.depth), spec, VOCAB)
     engine = toy_engine(OPTIONS, variant, executor=InlineExecutor(runner))
     for _ in range(3):
+        others = [engine.add([4] * 60, ENDLESS) for _ in range(2)]
         (rid,) = engine.add([3] * 50, ENDLESS, grammar=Grammar("start: nobody"))
-        others = [engine.add([4] * 60, ENDLESS) for _ in range(3)]
         engine.step()
         engine.abort(rid)
         for (other,) in others:

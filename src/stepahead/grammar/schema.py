@@ -117,13 +117,15 @@ def _multiples(part: dict[str, Any]) -> int:
 
 def _numbers(value: Any) -> Iterator[int | float]:
     """All that there are in a value."""
-    waiting = [value]
+    waiting: list[Any] = [value]
     while waiting:
         one = waiting.pop()
         if isinstance(one, int | float):
             yield one
-        elif isinstance(one, list | dict):
-            waiting += one.values() if isinstance(one, dict) else one
+        elif isinstance(one, dict):
+            waiting += one.values()
+        elif isinstance(one, list):
+            waiting += one
 
 
 def _trouble_of(part: dict[str, Any]) -> Iterator[str]:
