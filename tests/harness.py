@@ -164,7 +164,7 @@ class Client:
                 self._aborts.remove((who, abort))
                 rid = self._rids[who]
                 self.run.counts[f"abort {standing(self.engine.scheduler, rid)}"] += 1
-                self.run.counts["abort between parts"] += self.engine._core.half_landed
+                self.run.counts["aborts between parts"] += self.engine._core.half_landed
                 self.engine.abort(rid)
                 check_frontiers(self.engine.scheduler)
 
@@ -257,8 +257,9 @@ class Client:
         early = sum(one.ended_early or drafts for one in self.run.told.values())
         # a row is planned again when its token has come through all stages
         ahead = -(-(self.engine._core.depth - 1) // self.engine.resolved.config.pipeline_stages)
-        # of dead ends the token that says so is void, of a step half landed the late ones
-        most = early * ahead + counts["dead ends"] + counts["abort between parts"]
+        # the token that says that an answer can't go on is void; so is that of a late row, aborted
+        # when the others of its step have been told
+        most = early * ahead + counts["dead ends"] + counts["aborts between parts"]
         assert counts["overshoot_rows"] <= most, "more rows wasted than D - 1 an end"
         self.engine.close()
 

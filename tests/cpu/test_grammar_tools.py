@@ -238,6 +238,21 @@ def test_reasoning_that_the_prompt_has_not_opened_may_be_left_out(
     assert not takes(held, '"yes"', special)
 
 
+@pytest.mark.parametrize("tool_format", ["hermes", "llama3"])
+def test_arguments_are_an_object_whatever_the_schema(tool_format: Any) -> None:
+    for schema in ({}, {"anyOf": [{"type": "null"}, {"required": ["x"]}]}, {"description": "x"}):
+        lark = tool_grammar(ToolGrammar([Tool("f", schema, True)], "required", tool_format))
+        assert lark is not None
+        grammar = COMPILER.check(lark, "tools")
+        for arguments, fine in (('{"x":1}', True), ("null", False), ("[]", False), ("1", False)):
+            if tool_format == "hermes":
+                call = f'{{"name": "f", "arguments": {arguments}}}'
+                call = f"<tool_call>\n{call}\n</tool_call>"
+            else:
+                call = f'{{"name": "f", "parameters": {arguments}}}'
+            assert takes(grammar, call) == fine, call
+
+
 @pytest.mark.parametrize(
     ("tools", "choice", "tool_format", "says"),
     [
@@ -246,6 +261,7 @@ def test_reasoning_that_the_prompt_has_not_opened_may_be_left_out(
         (TOOLS, "nobody", "hermes", "names no tool"),
         ([Tool("a", {"not": {}}, True)], "auto", "hermes", "not"),
         ([Tool("a", {"x-guidance": {}}, True)], "auto", "llama3", "x-guidance"),
+        ([Tool("a", {"type": "array"}, True)], "auto", "llama3", 'type of parameters must be "obj'),
         ([Tool("a", {"type": "object"}, True)], "auto", "glm", '"additionalProperties": false'),
         (
             [Tool("a", NOTHING | {"anyOf": []}, True)],

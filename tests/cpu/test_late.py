@@ -12,7 +12,7 @@ import pytest
 
 from drafters import learn
 from engines import Variant, resolved, runner_spec, toy_engine
-from harness import differences, exactly, play
+from harness import Client, differences, exactly, learn_from, play
 from stepahead.device.base import Stream
 from stepahead.device.hostile import HostileDevice
 from stepahead.device.timing import Timing
@@ -20,13 +20,14 @@ from stepahead.engine import Engine
 from stepahead.errors import InvalidParameter
 from stepahead.executor.inline import InlineExecutor
 from stepahead.executor.process import ProcessExecutor
+from stepahead.model.batch import StepInputs
 from stepahead.model.toy import ToyModel
 from stepahead.plan import LATE, NO_INTS, Join, Plan, Result
 from stepahead.runner.build import build_runner
 from stepahead.runner.grammar import Matchers
 from stepahead.runner.runner import Runner
 from stepahead.runner.spec import RunnerSpec
-from stepahead.structured import StructuredOutputs
+from stepahead.structured import Grammar, StructuredOutputs
 from stepahead.sync import SyncReason
 from stepahead.types import SamplingParams
 from structured import compiled, structured, toy_vocabulary
@@ -246,6 +247,39 @@ def test_drafts_that_a_grammar_forbids_are_none() -> None:
     assert held.rows == free.rows
 
 
+class WantsLengths(ToyModel):
+    """Attention that works with the host's lengths and checks that they are exact."""
+
+    host_lengths = True
+
+    def __call__(self, inputs: StepInputs, kv: Any) -> Any:
+        """As the toy."""
+        living = (inputs.cells_dev[: inputs.n_decode] > 0).numpy()  # the dead write to cell 0
+        assert inputs.decode_bounds[living].tolist() == inputs.decode_lens_dev[living].tolist()
+        return self.forward(inputs, kv)
+
+
+@pytest.mark.parametrize("draft", ["", "drafters:Half"])
+@pytest.mark.parametrize("loop", ["serial", "overlap", "batch-queue"])
+def test_a_model_that_wants_exact_lengths_keeps_to_grammars(loop: str, draft: str) -> None:
+    """A step's lengths are there when its last rows are sampled."""
+    depth = 4 if loop == "batch-queue" else 0
+    variant = Variant(loop, "hostile", 3, depth, draft=draft, drafts=3 if draft else 0)
+    for seed in (3, 6):
+        work = structured(seed)
+        right = play(work)
+        learn_from(right, work)
+        spec = runner_spec(resolved(work.options, variant), draft)
+        runner = Runner(
+            WantsLengths(**spec.options),
+            HostileDevice(seed, spec.depth),
+            spec,
+            spec.options["vocab_size"],
+        )
+        engine = toy_engine(work.options, variant, executor=InlineExecutor(runner))
+        assert not differences(right, Client(engine, work).play(), exactly)
+
+
 # --- races and failures ---------------------------------------------------------------------
 
 
@@ -286,6 +320,31 @@ def test_a_matcher_that_fails_fails_its_step(monkeypatch: pytest.MonkeyPatch) ->
         finishes += outputs.finishes if outputs else ()
     assert [finish.reason for finish in finishes] == ["error"]
     assert "no masks today" in str(engine.failure)
+    engine.close()
+
+
+def test_failures_that_nobody_asks_for_are_forgotten() -> None:
+    """An answer that can't even begin, aborted before its prompt has been computed."""
+    variant = Variant("overlap", "hostile")
+    spec = runner_spec(resolved(OPTIONS, variant))
+    runner = Runner(ToyModel(**spec.options), HostileDevice(3, spec.depth), spec, VOCAB)
+    engine = toy_engine(OPTIONS, variant, executor=InlineExecutor(runner))
+    for _ in range(3):
+        others = [engine.add([4] * 60, ENDLESS) for _ in range(2)]
+        (rid,) = engine.add([3] * 50, ENDLESS, grammar=Grammar("start: nobody"))
+        engine.step()
+        engine.abort(rid)
+        for (other,) in others:
+            engine.abort(other)
+        while engine.has_work:
+            engine.step()
+    engine.add([3, 4], ENDLESS, grammar=compiled(VOCAB, "[ab]{9}"))
+    while engine.has_work:
+        engine.step()
+    matchers = runner._late._matchers
+    assert matchers is not None
+    assert not matchers._errors
+    assert not runner._late._unsaid
     engine.close()
 
 

@@ -119,4 +119,20 @@ MUTATIONS = [
         "                pass\n",
         _LATE + "test_masks_that_come_late_are_counted_for_their_rows_and_drawn",
     ),
+    Mutation(
+        "lengths are copied out before late rows are sampled",
+        "a model that wants exact lengths fails at its first grammar",
+        "runner/runner.py",
+        "        late = staged.late is not None\n",
+        "        late = False\n",
+        _LATE + "test_a_model_that_wants_exact_lengths_keeps_to_grammars",
+    ),
+    Mutation(
+        "failures of rows that are gone are kept",
+        "a text for each request that failed and was aborted, for good",
+        "runner/late.py",
+        "        self._unsaid.pop((slot, generation), None)\n",
+        "",
+        _LATE + "test_failures_that_nobody_asks_for_are_forgotten",
+    ),
 ]

@@ -120,6 +120,12 @@ def test_white_space_in_json_is_bounded() -> None:
         ({"grammar": "start: a\na[temperature=0.5]: /a/"}, "temperature="),
         ({"grammar": 'start: a "b"\na[lazy, max_tokens=3]: /a*/'}, "max_tokens="),
         ({"grammar": 'start: a "b"\na[stop="b"]: /a*/'}, "stop="),
+        ({"grammar": 'start: %json {"minProperties": 5}'}, "minProperties above 1"),
+        ({"grammar": 'start: %json {"a": ' + "9" * 5000 + "}"}, "%json is no JSON"),
+        ({"json": {"type": "integer", "minimum": 10**30, "maximum": 10**31}}, "2**53"),
+        ({"json": {"type": "integer", "exclusiveMinimum": 2**53}}, "2**53"),
+        ({"json": {"type": "number", "maximum": -1e30}}, "2**53"),
+        ({"json": {"const": [{"a": 2**53 + 1}]}}, "2**53"),
         # nothing can be said
         ({"json": {"enum": []}}, "Unsatisfiable"),
         ({"json": {"type": "string", "minLength": 3, "maxLength": 2}}, "minLength"),
@@ -144,6 +150,18 @@ def test_white_space_in_json_is_bounded() -> None:
             {"json": {"patternProperties": {f"^{number}$": {} for number in range(65)}}},
             "more than 64 patterns",
         ),
+        ({"choice": [f"choice {number}" for number in range(20_000)]}, "at most 131072"),
+        ({"json": {"type": "integer", "multipleOf": 99_991}}, "multipleOf above 65536"),
+        (
+            {"json": {"properties": {f"{n}": {"multipleOf": 9.999 + n} for n in range(9)}}},
+            "multipleOf above 65536",
+        ),
+        ({"grammar": 'start: %json {"multipleOf": 99991}'}, "multipleOf above 65536"),
+        # what it would take, only to give up behind the first brace
+        (
+            {"json": {"type": "object", "properties": {f"p{n}": {} for n in range(401)}}},
+            "more than 400 properties may be left out",
+        ),
     ],
 )
 def test_what_can_not_be_held_is_refused_by_name(asked: dict[str, Any], says: str) -> None:
@@ -152,6 +170,17 @@ def test_what_can_not_be_held_is_refused_by_name(asked: dict[str, Any], says: st
     assert says in str(refused.value)
     assert refused.value.param.startswith("structured_outputs")
     assert len(str(refused.value)) < 600
+
+
+def test_what_is_near_a_bound_is_taken() -> None:
+    names = [f"p{number}" for number in range(1000)]
+    properties = {name: {"type": "boolean"} for name in names}
+    COMPILER.compile(StructuredOutputs(json={"properties": properties, "required": names[:600]}))
+    for of in (0.01, 1e9, 65_536, 12.5):
+        COMPILER.compile(StructuredOutputs(json={"type": "number", "multipleOf": of}))
+    for number in ({"const": 2**53 - 1}, {"enum": [1e300]}, {"type": "integer", "maximum": 1e15}):
+        COMPILER.compile(StructuredOutputs(json=number))
+    COMPILER.compile(StructuredOutputs(grammar='start: "a" %json {"type": "integer"} "}"'))
 
 
 @pytest.mark.parametrize(

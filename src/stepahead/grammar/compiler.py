@@ -80,7 +80,7 @@ def _lark_of(asked: StructuredOutputs, param: str) -> str:
     if asked.grammar is not None:
         return own_grammar(asked.grammar, named("grammar"))
     assert asked.choice is not None
-    return choice_grammar(asked.choice)
+    return choice_grammar(asked.choice, named("choice"))
 
 
 def _reason_against(grammar: Grammar, tokenizer: LLTokenizer) -> str:

@@ -6,7 +6,7 @@ import json
 import re
 
 from stepahead.errors import InvalidParameter
-from stepahead.grammar.schema import MAX_PATTERN_CHARS
+from stepahead.grammar.schema import MAX_PATTERN_CHARS, MAX_SCHEMA_CHARS, refuse_inline
 
 MAX_GRAMMAR_CHARS = 16_384  # so at most some 2,700 rules in a chain: see deep.py
 # what the library would hand to a sampler or a backtracking engine, of which it has neither here
@@ -47,9 +47,14 @@ def regex_grammar(regex: str, param: str) -> str:
     return f"start: /{pattern}/" if pattern else 'start: ""'
 
 
-def choice_grammar(choices: list[str]) -> str:
-    """One of some texts, as one terminal: ten times as quick as a rule with alternatives."""
+def choice_grammar(choices: list[str], param: str) -> str:
+    """One of some texts, as one terminal: ten times as quick as a rule with alternatives.  Raises
+    InvalidParameter."""
     texts = sorted(set(choices))
+    if (length := sum(map(len, texts))) > MAX_SCHEMA_CHARS:
+        raise InvalidParameter(
+            f"{param} has {length} characters; at most {MAX_SCHEMA_CHARS} are taken", param
+        )
     return "start: CHOICE\nCHOICE: " + " | ".join(literal(text) or '""' for text in texts)
 
 
@@ -68,6 +73,7 @@ def own_grammar(grammar: str, param: str) -> str:
         raise InvalidParameter(f"{param} is neither Lark nor GBNF: {error}", param) from error
     if "x-guidance" in lark:
         raise InvalidParameter(f"{param}: x-guidance is not taken; leave it out", param)
+    refuse_inline(lark, param)
     for attributes in _ATTRIBUTES.finditer(lark):
         if found := _NOT_HELD.search(attributes[1]):
             raise InvalidParameter(f"{param}: {found[1]}= can't be held; leave it out", param)

@@ -132,7 +132,11 @@ def _llama_call(tool: Tool, number: int, special: Mapping[str, int], rules: dict
 def _arguments(tool: Tool) -> str:
     if not tool.strict:
         return schema_text({"type": "object"}, "tools")
-    return schema_text(tool.parameters, "tools")
+    # arguments are an object, whatever else the schema says of them
+    whole = tool.parameters if "$ref" in tool.parameters else {"type": "object"} | tool.parameters
+    if whole.get("type", "object") != "object":
+        raise _unheld(tool, 'the type of parameters must be "object"')
+    return schema_text(whole, "tools")
 
 
 def _glm_call(tool: Tool, number: int, special: Mapping[str, int], rules: dict[str, str]) -> str:

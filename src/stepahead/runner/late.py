@@ -129,6 +129,9 @@ class LateSide:
         self._host_tokens.leave(slot)
         if self._matchers is not None:
             self._matchers.leave(slot, generation)
+            # no later step names it, so that nobody would ask
+            self._note_failures(self._matchers)
+        self._unsaid.pop((slot, generation), None)
 
     def _fill(
         self,
@@ -194,9 +197,12 @@ class LateSide:
             for slot, run in zip(rows.slots.tolist(), drafts.read().tolist(), strict=True):
                 self._drafts[slot] = run[: run.index(-1)] if -1 in run else run
 
-    def _tell_failures(self, matchers: Matchers, rows: LateRows, heard: Heard) -> None:
+    def _note_failures(self, matchers: Matchers) -> None:
         for error in matchers.take_errors():
             self._unsaid[error.slot, error.generation] = error.reason
+
+    def _tell_failures(self, matchers: Matchers, rows: LateRows, heard: Heard) -> None:
+        self._note_failures(matchers)
         if not self._unsaid:
             return
         owners = zip(rows.slots.tolist(), rows.generations.tolist(), strict=True)

@@ -273,7 +273,7 @@ class Runner:
         drafts = None
         if self._verifier is not None:
             drafts = device.download(lambda: made(box.drafts_dev)[rows.rows_dev], name)
-        event = device.record(Stream.COPY)
+        event = self._end_copy(box, name)
         heard = self._late.hear(step, rows, event, brought.tokens, drafts)
         late.queue(Landing(event, brought), (start, end), heard, queued_ns, waited)
 
@@ -368,12 +368,9 @@ class Runner:
         pooled = None
         if staged.pools:
             pooled = PoolDownload(device, lambda: made(box.sums_dev), staged.pools, name)
-        lengths = None
-        if self._lengths is not None:
-            lengths = device.download(lambda: made(box.lengths_dev), name)
-        event = device.record(Stream.COPY)
-        if self._lengths is not None and lengths is not None:
-            self._lengths.follow(event, lengths)
+        # lengths are there when all rows are sampled
+        late = staged.late is not None
+        event = device.record(Stream.COPY) if late else self._end_copy(box, name)
         waited = device.waited()
         runs = None
         if self._verifier is not None and self._lengths is None:
@@ -393,6 +390,15 @@ class Runner:
             self._spec.width,
             runs,
         )
+
+    def _end_copy(self, box: StepBox, name: str) -> Event:
+        """The event behind all that a step copies out, the slots' lengths last."""
+        if self._lengths is None:
+            return self._device.record(Stream.COPY)
+        lengths = self._device.download(lambda: made(box.lengths_dev), name)
+        event = self._device.record(Stream.COPY)
+        self._lengths.follow(event, lengths)
+        return event
 
     def _copy_part(self, part: SampledPart, box: PartBox, name: str) -> PartDownload:
         device, group = self._device, part.group
