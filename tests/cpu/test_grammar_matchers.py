@@ -235,6 +235,23 @@ def test_a_dead_end_is_an_error_of_its_row_and_no_end_of_an_answer() -> None:
     assert matchers.ended[1]
 
 
+def test_a_mask_that_takes_too_long_is_an_error_of_its_row() -> None:
+    """Each rule is one or two of the next: the parser has more to do with every letter."""
+    rules = "".join(f"a{i}: a{i + 1} a{i + 1} | a{i + 1}\n" for i in range(60))
+    grammar = Grammar(f'start: a0\n{rules}a60: "a"\n%llguidance {{"no_forcing": true}}\n')
+    matchers = make("a", "a")
+    matchers.start(1, 7, grammar)
+    matchers.start(2, 0, regex("a*"))
+    for step in range(30):
+        allowed(matchers, 1)
+        if errors := matchers.take_errors():
+            break
+        advance(matchers, step, 1, "a", generation=7)
+    assert [error.slot for error in errors] == [1]
+    assert "Too many items" in errors[0].reason
+    assert IDS["a"] in allowed(matchers, 2)
+
+
 def test_slots_without_a_grammar_may_have_any_token_and_take_all() -> None:
     matchers = make("a")
     out = np.zeros((2, matchers.words), np.int32)

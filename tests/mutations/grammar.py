@@ -245,4 +245,12 @@ MUTATIONS = [
         'asked.choice == "auto" and not any',
         _TOOLS + "test_tools_that_need_not_be_called_and_are_not_strict_hold_nothing",
     ),
+    Mutation(
+        "a grammar may take a mask as long as it likes",
+        "one request that holds everybody up",
+        "grammar/vocabulary.py",
+        "text, log_level=0, limits=limits)",
+        "text, log_level=0)",
+        _MATCHERS + "test_a_mask_that_takes_too_long_is_an_error_of_its_row",
+    ),
 ]

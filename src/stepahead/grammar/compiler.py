@@ -20,7 +20,7 @@ from stepahead.grammar.lark import (
     with_options,
 )
 from stepahead.grammar.schema import schema_text
-from stepahead.grammar.vocabulary import Vocabulary
+from stepahead.grammar.vocabulary import Vocabulary, matcher_of
 from stepahead.structured import Grammar, StructuredOutputs
 
 if TYPE_CHECKING:
@@ -85,9 +85,7 @@ def _lark_of(asked: StructuredOutputs, param: str) -> str:
 
 def _reason_against(grammar: Grammar, tokenizer: LLTokenizer) -> str:
     """Why it can't be used; "" if it can."""
-    from llguidance import LLMatcher
-
-    matcher = LLMatcher(tokenizer, grammar.text, log_level=0)
+    matcher = matcher_of(tokenizer, grammar.text)
     if matcher.is_error():
         return _plain(matcher.get_error())
     if words := matcher.get_grammar_warnings():  # a keyword that was taken without being held

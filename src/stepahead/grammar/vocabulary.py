@@ -11,7 +11,10 @@ from stepahead.errors import UnsupportedModel
 from stepahead.text.texts import Texts
 
 if TYPE_CHECKING:
-    from llguidance import LLTokenizer, TokenizerWrapper
+    from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+
+
+_MOST_ITEMS = 5000  # of the parser's, in one mask; everyday schemas need a tenth of it
 
 
 class Vocabulary(msgspec.Struct, frozen=True, eq=False):
@@ -55,6 +58,19 @@ class Vocabulary(msgspec.Struct, frozen=True, eq=False):
 
         wrapped = cast("TokenizerWrapper", _Wrapped(self))  # of which it reads no more than this
         return LLTokenizer(wrapped, eos_token=self.eos_ids)
+
+
+def matcher_of(tokenizer: LLTokenizer, text: str) -> LLMatcher:
+    """A matcher of a grammar's text, at its beginning; an error of the grammar is its state.
+
+    A grammar of a few lines can make a mask take seconds, and all rows that wait for masks wait for
+    it.  Within the limit a mask takes some ten milliseconds at most; past it the row ends with an
+    error.
+    """
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(step_max_items=_MOST_ITEMS)
+    return LLMatcher(tokenizer, text, log_level=0, limits=limits)
 
 
 class _Wrapped:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from stepahead.grammar import Vocabulary
 from stepahead.grammar.deep import on_deep_stack
+from stepahead.grammar.vocabulary import matcher_of
 from stepahead.structured import Grammar
 
 _KEPT = 32  # grammars whose automata are kept for the next request that has the same
@@ -197,7 +198,7 @@ class Matchers:
     def _matcher(self, grammar: Grammar) -> LLMatcher:
         fresh = self._fresh.pop(grammar.text, None)
         if fresh is None:
-            fresh = on_deep_stack(lambda: LLMatcher(self._tokenizer, grammar.text, log_level=0))
+            fresh = on_deep_stack(lambda: matcher_of(self._tokenizer, grammar.text))
         self._fresh[grammar.text] = fresh
         if len(self._fresh) > _KEPT:
             self._fresh.popitem(last=False)
