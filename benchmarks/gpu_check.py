@@ -117,7 +117,7 @@ class WatchedFlight:
     def land(self) -> Result:
         """As the flight."""
         result, flight = self._flight.land(), self._flight
-        times = (flight.start.at_ns(), flight.end.at_ns(), flight.event.at_ns())
+        times = (flight.start.at_ns(), flight.end.at_ns(), flight.first.event.at_ns())
         self._seen.append(Times(self._rows, self._chunks, *times))
         return result
 

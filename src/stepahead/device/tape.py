@@ -81,7 +81,7 @@ class _Tape(TorchDispatchMode):
         ]
         for tensor in tree_leaves(changed):
             if isinstance(tensor, Tensor) and _address(tensor) not in self._before:
-                storage = tensor.untyped_storage()
+                storage = _storage(tensor)
                 self._before[_address(tensor)] = storage, storage.clone()
         return bool(changed)
 
@@ -129,4 +129,10 @@ def _check_shape_is_fixed(func: Any, args: tuple[Any, ...]) -> None:
 
 
 def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return _storage(tensor)._cdata
+
+
+def _storage(tensor: Tensor) -> UntypedStorage:
+    """Where its values lie; a sparse matrix has its places elsewhere, and they stay."""
+    values = tensor.values() if tensor.layout is torch.sparse_csr else tensor
+    return values.untyped_storage()
