@@ -202,7 +202,10 @@ def _body(schema: Schema, body: Body, sampling: Schema, closer: Mapping[str, Sch
         name: {"enum": [*neutral, None], "description": words}
         for name, (neutral, words) in body.refused.items()
     }
-    return schema | {"properties": refused | fields, "additionalProperties": False}
+    either: Schema = {}
+    if body.fields is TokenizeFields:
+        either = {"oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}]}
+    return schema | {"properties": refused | fields, "additionalProperties": False} | either
 
 
 def _ranged(name: str, found: Schema) -> Schema:
