@@ -41,7 +41,7 @@ MUTATIONS = [
         "            self.first.event.wait()\n            return self._whole()\n",
         "            return self._whole()\n",
         "tests/cpu/test_parity_toy.py::test_every_client_hears_the_same[0]",
-        "the host asks when an event of stream forward passed, and did not wait",
+        "race on 'results 0 on the host'",
     ),
     Mutation(
         "sampled tokens are not stashed",
