@@ -109,7 +109,7 @@ class Result(msgspec.Struct, frozen=True, array_like=True, eq=False):
     the runner had the plan, when it had queued the step's last operation, when the device began and
     ended; 0 where nobody says.  A non-empty `error` means the step failed as a whole and nothing in
     it counts.  `syncs`: where the runner could not run ahead.  `held`: what kept it, or the device,
-    from going on; in steady decode nothing does.  `ended` int32[2e] flat (row, count): grammars
+    from going on; in steady decode nothing does.  `ended` flat (row, count): grammars
     that are complete with the first `count` tokens that the row has brought here; what comes behind
     is no output.  `failed`: rows whose grammar, or logits processor, can't go on.
     """
@@ -129,7 +129,8 @@ class Result(msgspec.Struct, frozen=True, array_like=True, eq=False):
     pooled: StateSums | None = None
     width: int = 1
     part: Part = "whole"
-    ended: np.ndarray = NO_INTS
+    # no array: those cost a call of Python on either side of a wire, in each step
+    ended: tuple[int, ...] = ()
     failed: tuple[RowFailure, ...] = ()
 
     @property
@@ -143,7 +144,7 @@ class Result(msgspec.Struct, frozen=True, array_like=True, eq=False):
     @property
     def ended_table(self) -> np.ndarray:
         """`ended` as int32[e, 2]."""
-        return self.ended.reshape(-1, 2)
+        return np.array(self.ended, np.int32).reshape(-1, 2)
 
     @property
     def has_extras(self) -> bool:

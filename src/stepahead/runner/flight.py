@@ -219,7 +219,7 @@ class LateFlight:
             if waits:
                 syncs += (Sync(SyncReason.HOST_PROCESSOR, waits),)
             held += (Held(Cause.MASK_LATE, began_ns, ended_ns),)
-        ended = np.array(self._heard.ended, np.int32) if self._heard.ended else NO_INTS
+        ended = tuple(self._heard.ended)
         failed = (*result.failed, *self._heard.failed)
         return msgspec.structs.replace(result, syncs=syncs, held=held, ended=ended, failed=failed)
 

@@ -4,6 +4,8 @@ A token lies in the column of its position.  The sampler writes what it samples 
 stream, so the host need not have seen a token for it to count.  Under drafts it first writes those
 that stand before a sampled token, and then all that it samples: what was sampled after a wrong
 draft lies behind the row's newest token, and is written over before anybody looks there.
+
+Not yet run on a GPU.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 `HookWishes` is the host's side: columns and tables by slot, as in `wishes.py`.  `Hooks` is what a
 step's rows have of them, and runs on the forward stream.
+
+Not yet run on a GPU.
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@ that has run what it was given when it is asked, such as the CPU, the launching 
     schedule                                                    masks in /
 
 Knows slots and grammars; what a mask does to logits is the sampler's.
+
+Not yet run on a GPU.
 """
 
 from __future__ import annotations

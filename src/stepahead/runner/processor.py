@@ -9,6 +9,8 @@ It runs in the runner's process, on the forward stream: what it does to tensors 
 stream's order, and it must not wait for them (`.item()`, `.tolist()`, `if tensor:`), else no step
 runs ahead.  It keeps nothing of a row between two steps: with drafts, after a preemption and for
 rows whose end the host has not heard of, only what `rows` says is true.
+
+Not yet run on a GPU.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ sampled and told, the late one when its masks have arrived.  What all rows leave
 they leave together, behind the last part, for the next forward has all of them.
 
 All of it runs on the forward stream.
+
+Not yet run on a GPU.
 """
 
 from __future__ import annotations

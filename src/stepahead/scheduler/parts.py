@@ -42,7 +42,7 @@ def split(launched: Launched, result: Result) -> tuple[Launched, Launched, Resul
         tokens=result.tokens[there],
         logprobs=_renumbered(result.logprobs, position),
         hidden=_renumbered(result.hidden, position),
-        ended=np.stack([place[ended[:, 0]], ended[:, 1]], 1).astype(np.int32).reshape(-1),
+        ended=tuple(np.stack([place[ended[:, 0]], ended[:, 1]], 1).reshape(-1).tolist()),
         failed=tuple(
             msgspec.structs.replace(failure, row=int(place[failure.row]))
             for failure in result.failed

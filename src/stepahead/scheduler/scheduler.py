@@ -358,7 +358,7 @@ class Scheduler:
         heard = Heard(self.table, launched) if result.has_extras else None
         news, requests, finishes = self._apply(launched, result, heard)
         finishes = [*failed, *finishes]
-        if len(result.ended):
+        if result.ended:
             finishes += self._complete(launched, result)
         for slot in launched.ending:
             entry = self.life.entries[slot]
