@@ -25,7 +25,7 @@ MAX_PUBLIC_NAMES = 8
 # Top to bottom: a room may import only rooms above it.
 LADDER = (
     *("errors", "wire", "sync", "structured", "bans", "types", "machine", "config", "plan"),
-    *("observe", "text", "parse", "grammar", "device", "cache", "scheduler", "loop"),
+    *("observe", "text", "parse", "grammar", "kernels", "device", "cache", "scheduler", "loop"),
     *("model", "parallel", "runner", "executor", "disagg", "watch"),
     *("engine", "assemble", "llm", "sim", "doctor", "serve", "trace", "top", "explain", "cli"),
 )
@@ -34,10 +34,10 @@ FACE = "stepahead"
 
 # Above, and forbidden all the same: what a room must not know.
 BLIND = {
-    "device": {"plan"},
-    "scheduler": {"device"},
+    "device": {"plan", "kernels"},
+    "scheduler": {"device", "kernels"},
     # of the nouns a loop knows plans, errors and the `Outputs` it hands on; no options, no text
-    "loop": {"wire", "config", "text", "device", "cache", "scheduler"},
+    "loop": {"wire", "config", "text", "kernels", "device", "cache", "scheduler"},
     "runner": {"scheduler", "loop"},
 }
 

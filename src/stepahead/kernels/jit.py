@@ -1,0 +1,58 @@
+"""How kernels are compiled: `inner` functions are called by kernels, `entry` functions by Python.
+
+Compiling takes seconds, so what was compiled for an entry is kept in the user's cache folder, under
+a name that changes with any source of this room and with the versions of numba and LLVM: numba
+itself looks at the file of the entry alone, and would run an older copy of what it calls.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import llvmlite
+import numba
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+# what it gives is called like what it took
+_njit: Any = numba.njit
+
+# Sums may be reordered and multiplications fused: how, the compiler decides once, so the same row
+# gives the same bits in every call.  NaN and infinity keep their meaning.
+_FAST = {"reassoc", "contract", "nsz", "arcp"}
+
+
+def inner(function: _Function) -> _Function:
+    """A function that kernels call, without a cache of its own."""
+    return _njit(nogil=True, fastmath=_FAST, error_model="numpy")(function)
+
+
+def entry(function: _Function) -> _Function:
+    """A function that Python calls; it runs without the interpreter's lock.
+
+    Compiled at its first call, or read from the cache.
+    """
+    before = numba.config.CACHE_DIR  # type: ignore[attr-defined]  # set when numba is imported
+    numba.config.CACHE_DIR = _cache_folder()  # type: ignore[attr-defined]
+    try:
+        return _njit(nogil=True, fastmath=_FAST, error_model="numpy", cache=True)(function)
+    except RuntimeError:  # there is no folder to write to: each process compiles for itself
+        return inner(function)
+    finally:
+        numba.config.CACHE_DIR = before  # type: ignore[attr-defined]
+
+
+def _cache_folder() -> str:
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return str(Path(home) / "stepahead" / "kernels" / _stamp())
+
+
+def _stamp() -> str:
+    """A name for the sources of this room, and for what compiles them."""
+    digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__}".encode())
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
