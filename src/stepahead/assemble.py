@@ -256,19 +256,17 @@ def weight_bytes(spec: ModelSpec, config: EngineConfig) -> int:
     """Bytes of a model without `sparse`.
 
     On the CPU the head's matrix is laid out for its kernel, and where embeddings are tied to it
-    they are there as well.  These stay as they are where matrices are quantised; in int8 each of a
-    layer's rows has a float32 scale, and the head is in float16.
+    they are there as well.  These stay as they are where matrices are quantised; blocks of 32 have
+    a scale in int8, and in int4, where the head is in int8, a least value too.
     """
     width, table = DTYPE_BYTES[config.dtype], spec.vocab_size * spec.hidden_size
     layers = weight_values(spec) - (1 if spec.tied_head else 2) * table
     if config.quantization == "none":
         tables = 1 if spec.tied_head and config.device == "cuda" else 2
         return (layers + tables * table) * width
-    if config.quantization == "float16":
-        return table * width + 2 * (layers + table)
-    heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    rows = heads + 2 * spec.hidden_size + 2 * spec.intermediate_size
-    return (width + 2) * table + layers + 4 * spec.num_layers * rows
+    sixteenths = {"float16": 32, "int8": 17, "int4": 10}[config.quantization]  # of a byte, a weight
+    heads = max(sixteenths, 17)
+    return table * width + (layers * sixteenths + table * heads) // 16
 
 
 def _eos_ids(spec: ModelSpec, texts: Texts) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "device": ("cpu", "cuda", "hostile"),
     "fence": ("fine", "coarse"),
     "dtype": ("float32", "bfloat16"),
-    "quantization": ("none", "float16", "int8"),
+    "quantization": ("none", "float16", "int8", "int4"),
     "metric_names": ("stepahead", "vllm", "sglang"),
     "draft": ("none", "ngram", "mtp"),
 }
@@ -80,8 +80,8 @@ class EngineConfig:
     device           cpu, cuda, or hostile: a CPU that runs operations in any order the edges allow
     device_seed      the hostile device's order
     dtype            float32 or bfloat16, for weights and KV
-    quantization     how the CPU keeps the matrices' weights: none, as dtype says; float16; int8,
-                     and what they are multiplied with too
+    quantization     how the CPU keeps the matrices' weights: none, as dtype says; float16; int8 or
+                     int4, in blocks of 32 with a scale each
     batch_invariant  a request's logits are the same to the bit whatever else runs
     max_model_len    most positions of one request, prompt and output together
     max_rows         most requests in one step

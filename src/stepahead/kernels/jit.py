@@ -16,13 +16,14 @@ from typing import Any, TypeVar
 import llvmlite
 import numba
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-# what it gives is called like what it took
-_njit: Any = numba.njit
-
 # Sums may be reordered and multiplications fused: how, the compiler decides once, so the same row
 # gives the same bits in every call.  NaN and infinity keep their meaning.
 _FAST = {"reassoc", "contract", "nsz", "arcp"}
+_OPTIONS: dict[str, Any] = {"nogil": True, "fastmath": _FAST, "error_model": "numpy"}
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+# what it gives is called like what it took
+_njit: Any = numba.njit
 
 
 def inner(function: _Function) -> _Function:
@@ -30,19 +31,24 @@ def inner(function: _Function) -> _Function:
     return _njit(nogil=True, fastmath=_FAST, error_model="numpy")(function)
 
 
-def entry(function: _Function) -> _Function:
-    """A function that Python calls; it runs without the interpreter's lock.
+def entry(signature: str) -> Callable[[_Function], _Function]:
+    """A function that Python calls, of arguments that `signature` names in numba's words; it runs
+    without the interpreter's lock.
 
-    Compiled at its first call, or read from the cache.
+    Compiled, or read from the cache, at once: whoever imports its module waits for it.
     """
-    before = numba.config.CACHE_DIR  # type: ignore[attr-defined]  # set when numba is imported
-    numba.config.CACHE_DIR = _cache_folder()  # type: ignore[attr-defined]
-    try:
-        return _njit(nogil=True, fastmath=_FAST, error_model="numpy", cache=True)(function)
-    except RuntimeError:  # there is no folder to write to: each process compiles for itself
-        return inner(function)
-    finally:
-        numba.config.CACHE_DIR = before  # type: ignore[attr-defined]
+
+    def compiled(function: _Function) -> _Function:
+        before = numba.config.CACHE_DIR  # type: ignore[attr-defined]  # set when numba is imported
+        numba.config.CACHE_DIR = _cache_folder()  # type: ignore[attr-defined]
+        try:
+            return _njit(signature, cache=True, **_OPTIONS)(function)
+        except RuntimeError:  # there is no folder to write to: each process compiles for itself
+            return _njit(signature, **_OPTIONS)(function)
+        finally:
+            numba.config.CACHE_DIR = before  # type: ignore[attr-defined]
+
+    return compiled
 
 
 def _cache_folder() -> str:

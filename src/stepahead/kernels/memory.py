@@ -50,3 +50,9 @@ def int32s(address: int, count: int) -> np.ndarray:
 def int64s(address: int, count: int) -> np.ndarray:
     """int64[count]."""
     return carray(_pointer(address), (count,), np.int64)
+
+
+@inner
+def bytes_at(address: int, count: int) -> np.ndarray:
+    """uint8[count]."""
+    return carray(_pointer(address), (count,), np.uint8)

@@ -70,11 +70,11 @@ class Rope(nn.Module):
         super().__init__()
         angles = torch.arange(max_len, dtype=torch.float32)[:, None] * frequencies(spec, head_dim)
         table = torch.cat((angles.cos(), angles.sin()), 1)
-        self.register_buffer("_table", table, persistent=False)
+        self.register_buffer("table", table, persistent=False)  # float32[max_len, head_dim]
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and signed sin for `rotate`, each [T, 1, head_dim], of positions int64[T]."""
-        cos, sin = self._table.index_select(0, positions).to(dtype).unsqueeze(1).chunk(2, -1)
+        cos, sin = self.table.index_select(0, positions).to(dtype).unsqueeze(1).chunk(2, -1)
         return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 

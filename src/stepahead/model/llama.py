@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,10 @@ from stepahead.model.attention.paged import HeadShape
 from stepahead.model.batch import StepInputs, one_by_one
 from stepahead.model.layers import Linear, RMSNorm, Rope, empty_parameter, rotate
 from stepahead.model.spec import Activation, ModelSpec
+
+if TYPE_CHECKING:
+    from stepahead.kernels.team import Team
+    from stepahead.model.fused import FusedLayers
 
 StepAttention = paged.StepAttention | varlen.KernelAttention | varlen.GatherAttention
 _ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
@@ -144,6 +149,15 @@ class Llama(nn.Module):
         self.norm = RMSNorm(spec.hidden_size, spec.rms_eps)
         # no layer comes after it that could amplify its rounding
         self.head = Linear(spec.hidden_size, (spec.vocab_size,), fine_sums=False)
+        self._fused: FusedLayers | None = None
+
+    def fuse(self, team: Team) -> None:
+        """Run all layers as one kernel from now on, where the model's shape allows it; its matrices
+        are laid out for kernels."""
+        from stepahead.model.fused import FusedLayers, fusable  # kernels are compiled at import
+
+        if fusable(self.spec) and self._weight.dtype == torch.float32:
+            self._fused = FusedLayers(self, team)
 
     def forward(self, inputs: StepInputs, kv: KVPool) -> Tensor:
         """Run a step: write its keys and values, return hidden states [T, hidden], normed."""
@@ -151,6 +165,8 @@ class Llama(nn.Module):
 
     def run(self, x: Tensor, inputs: StepInputs, kv: KVPool) -> Tensor:
         """The layers alone: [T, hidden] to the same; x itself is overwritten."""
+        if self._fused is not None:
+            return self._fused.run(x, inputs, kv)
         if self.invariant:
             inputs = one_by_one(inputs)
         kinds = {layer.windowed for layer in self._layers()}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from stepahead.model.packed import Packing, Quantization
+import torch
+
+from stepahead.kernels.team import Team
+from stepahead.model.packed import AS_READ, Packing, Quantization
 from stepahead.model.spec import read_spec
 from stepahead.model.weights import AnyModel, DTypeName, load_model, load_sparse
 
@@ -22,4 +25,15 @@ def load(
     spec = read_spec(path)
     if spec.sparse is not None:
         return load_sparse(spec, dtype, device, drafts=drafts)
-    return load_model(spec, dtype, device, packing=Packing(quantization, invariant))
+    packing = packing_for(dtype, device, quantization, invariant)
+    return load_model(spec, dtype, device, packing=packing)
+
+
+def packing_for(
+    dtype: DTypeName, device: str, quantization: Quantization, invariant: bool
+) -> Packing:
+    """How matrices are laid out: for kernels, with as many threads as torch has, on a CPU, but for
+    bfloat16 as it was read."""
+    if device != "cpu" or (dtype != "float32" and quantization == "none"):
+        return AS_READ
+    return Packing(quantization, invariant, Team(torch.get_num_threads()))

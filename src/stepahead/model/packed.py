@@ -1,4 +1,4 @@
-"""Matrices laid out for the CPU's kernels: float weights in oneDNN's blocked order, or int8.
+"""Matrices laid out for the CPU: for this project's kernels, or in oneDNN's blocked order.
 
 A pass over a plain model that has its weights: `pack_linears` replaces its Linears.  Knows kernels
 and their layouts; it must not know what a model computes.
@@ -11,32 +11,36 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from stepahead.errors import UnsupportedModel
-from stepahead.model.int8 import Int8Choice, int8_choice, quantize, row_scales, turn, turning
+from stepahead.kernels.team import Team
 from stepahead.model.layers import Linear
 
 # Below this many weights, oneDNN's set-up (10 us a call) costs more than its kernels save.
 _LEAST_PACKED = 1 << 18
 # Columns that a float32 product adds up in a row; MKL, which transformers runs on, has the same.
 _SUMMED_IN_A_ROW = 192
-# Rows of every float product where a row must not depend on their number.
-_INVARIANT_ROWS = 16
 
-Quantization = Literal["none", "float16", "int8"]
+Quantization = Literal["none", "float16", "int8", "int4"]
 
 
 @dataclass(frozen=True)
 class Packing:
     """How matrices are laid out.
 
-    quantization  what weights become: float16; int8, and the head's float16; none, what they are
+    quantization  what the weights become; none, what they are
     invariant     what a row gets is the same to the bit, whatever rows are beside it
+    team          who runs this project's kernels: matrices are laid out for these.  Without one
+                  nothing is rounded and torch does the products, and with torch's it depends on
+                  the number of rows how one is added up
     """
 
     quantization: Quantization = "none"
     invariant: bool = False
+    team: Team | None = None
+
+    def __post_init__(self) -> None:
+        if self.team is None and (self.invariant or self.quantization != "none"):
+            raise ValueError("quantization and invariance are what kernels do: give a team")
 
 
 AS_READ = Packing()
@@ -72,73 +76,6 @@ class PackedLinear(nn.Module):
         return out
 
 
-class InvariantLinear(nn.Module):
-    """A float product in tiles of a constant number of rows: how many there are chooses the kernel,
-    and with it the order in which a row is added up."""
-
-    def __init__(self, packed: PackedLinear | Float16Linear) -> None:
-        super().__init__()
-        self.packed = packed
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, in_features] to [T, sum(parts)]."""
-        count = len(x)
-        padded = F.pad(x, (0, 0, 0, -count % _INVARIANT_ROWS))
-        tiles = [self.packed(tile) for tile in padded.split(_INVARIANT_ROWS)]
-        return torch.cat(tiles)[:count]
-
-
-class Float16Linear(nn.Module):
-    """A Linear in float32 whose weights lie in float16: half of what is read."""
-
-    def __init__(self, plain: Linear) -> None:
-        super().__init__()
-        weight = plain.weight.data.float()
-        if not _has_fbgemm():
-            raise UnsupportedModel(
-                "quantization=float16: torch has no such product for this CPU; use "
-                "quantization=none"
-            )
-        if not weight.abs().amax() <= torch.finfo(torch.float16).max:
-            raise UnsupportedModel(
-                "quantization=float16: the model has weights beyond 65504; use quantization=none"
-            )
-        self._packed = torch.ops.quantized.linear_prepack_fp16(weight, None)
-        self.bias = plain.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, in_features] to [T, sum(parts)]."""
-        out = torch.ops.quantized.linear_dynamic_fp16(x.float(), self._packed)
-        if self.bias is not None:
-            out += self.bias
-        return out.to(x.dtype)
-
-
-class Int8Linear(nn.Module):
-    """A Linear whose products are in int8, with a scale for each row of x and each of W.
-
-    `choice` makes the product; the machine's own if None.
-    """
-
-    def __init__(self, plain: Linear, choice: Int8Choice | None = None) -> None:
-        super().__init__()
-        choice = choice or int8_choice()
-        weight = plain.weight.data
-        self._turning = turning(weight.shape[1])
-        turned = turn(weight.float(), self._turning)
-        self._product = choice.kernel(*quantize(turned, choice.most_of_a_pair))
-        self.bias = plain.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, in_features] to [T, sum(parts)]."""
-        wide = turn(x.float(), self._turning)
-        scales = row_scales(wide)
-        out = self._product(wide / scales).mul_(scales)
-        if self.bias is not None:
-            out += self.bias
-        return out.to(x.dtype)
-
-
 def pack_linears(model: nn.Module, how: Packing = AS_READ) -> None:
     """Replace the Linears on the CPU by what `how` asks for, one at a time, so that there is never
     a second copy of more than one matrix.  In float, those stay that torch multiplies as fast.
@@ -155,25 +92,19 @@ def pack(parent: nn.Module, name: str, plain: Linear, how: Packing) -> None:
     """As `pack_linears`, for the child `name` of `parent`."""
     if plain.weight.device.type != "cpu":
         return
-    if how.quantization == "int8" and not _is_fine_head(plain):
-        setattr(parent, name, Int8Linear(plain))
-    elif how.quantization != "none":
-        packed = Float16Linear(plain)
-        setattr(parent, name, InvariantLinear(packed) if how.invariant else packed)
-    elif how.invariant:
-        setattr(parent, name, InvariantLinear(PackedLinear(plain)))
+    if how.team is not None:
+        from stepahead.model.kernel_linear import KernelLinear  # kernels are compiled at import
+
+        setattr(parent, name, KernelLinear(plain, _format(plain, how), how.team))
     elif _worth_packing(plain):
         setattr(parent, name, PackedLinear(plain))
 
 
-def _is_fine_head(plain: Linear) -> bool:
-    """Whether it is the head, and can be kept in float16: rounded to int8, it alone brings a fifth
-    of all first choices that change."""
-    return not plain.fine_sums and _has_fbgemm()
-
-
-def _has_fbgemm() -> bool:
-    return "fbgemm" in torch.backends.quantized.supported_engines
+def _format(plain: Linear, how: Packing) -> Quantization:
+    """The head's matrix stays in int8 where others are rounded to int4: its rounding alone would
+    change one first choice in eight."""
+    is_head = not plain.fine_sums
+    return "int8" if is_head and how.quantization == "int4" else how.quantization
 
 
 def _worth_packing(plain: Linear) -> bool:

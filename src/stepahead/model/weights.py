@@ -183,6 +183,8 @@ def _ready(model: AnyModel, device: str, packing: Packing) -> None:
     pack_linears(model, packing)
     if isinstance(model, Llama):
         model.invariant = packing.invariant
+        if packing.team is not None:
+            model.fuse(packing.team)
     model.eval()
 
 

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from stepahead.model.batch import StepInputs
 from stepahead.model.llama import Layer, Llama
-from stepahead.model.packed import Packing, Quantization
+from stepahead.model.load import packing_for
+from stepahead.model.packed import Quantization
 from stepahead.model.spec import read_spec
 from stepahead.model.toy import LAYERS, ToyKV, ToyModel
 from stepahead.model.weights import DTypeName, load_model
@@ -101,7 +102,7 @@ def load_part(
 ) -> LlamaPart:
     """A stage of the model of a folder or a GGUF file, with its weights and no others."""
     cut = partial(cut_llama, stage=stage, stages=stages)
-    packing = Packing(quantization, invariant)
+    packing = packing_for(dtype, "cpu", quantization, invariant)
     return LlamaPart(load_model(read_spec(path), dtype, cut=cut, packing=packing), stage, stages)
 
 

@@ -1,0 +1,125 @@
+"""Matrices into the order in which tile.py reads them, rounded where the format says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import types
+from numba.extending import intrinsic
+
+from stepahead.kernels.emit import F16, I16
+from stepahead.kernels.jit import entry, inner
+from stepahead.kernels.memory import bytes_at, floats, int16s
+from stepahead.kernels.rows import GROUP_OF, UNIT
+from stepahead.kernels.team import meet, take
+from stepahead.kernels.tile import FLOAT32, INT8, PANEL
+
+_MOST_INT8, _MOST_INT4 = 127, 15
+
+
+@intrinsic
+def _as_half(typing_context: Any, value: Any) -> Any:
+    """float32 as the bits of the nearest float16."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(builder.fptrunc(args[0], F16), I16)
+
+    return types.int16(types.float32), generate
+
+
+@intrinsic
+def _from_half(typing_context: Any, bits: Any) -> Any:
+    """The way back."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        value = builder.bitcast(args[0], F16)
+        return builder.fpext(value, context.get_value_type(types.float32))
+
+    return types.float32(types.int16), generate
+
+
+_to_half: Any = _as_half
+_of_half: Any = _from_half
+
+
+@inner
+def _copy_float(kind: int, w: np.ndarray, out: int, channel: int, column: int, size: int) -> None:
+    place = column * PANEL + channel
+    if kind == FLOAT32:
+        given = floats(out, (column + size) * PANEL)
+        for at in range(size):
+            given[place + at * PANEL] = w[at]
+    else:
+        halves = int16s(out, (column + size) * PANEL)
+        for at in range(size):
+            halves[place + at * PANEL] = _to_half(np.float32(w[at]))
+
+
+@inner
+def _round_int8(w: np.ndarray, size: int, scale: np.ndarray, out: np.ndarray, channel: int) -> None:
+    most = np.float32(0)
+    for at in range(size):
+        most = max(most, abs(w[at]))
+    half = _to_half(np.float32(most * np.float32(UNIT / _MOST_INT8)))
+    scale[channel] = half
+    step = _of_half(half) / np.float32(UNIT)
+    for at in range(size):
+        level = np.rint(w[at] / step) if step > 0 else np.float32(0)
+        level = min(max(level, np.float32(-_MOST_INT8)), np.float32(_MOST_INT8))
+        out[(at // 2) * 2 * PANEL + 2 * channel + at % 2] = np.uint8(np.int64(level) & 255)
+
+
+@inner
+def _round_int4(w: np.ndarray, size: int, scale: np.ndarray, out: np.ndarray, channel: int) -> None:
+    low, high = w[0], w[0]
+    for at in range(size):
+        low, high = min(low, w[at]), max(high, w[at])
+    half_step = _to_half(np.float32((high - low) * np.float32(UNIT / _MOST_INT4)))
+    half_low = _to_half(np.float32(low * np.float32(UNIT)))
+    scale[channel], scale[PANEL + channel] = half_step, half_low
+    step = _of_half(half_step) / np.float32(UNIT)
+    low = _of_half(half_low) / np.float32(UNIT)
+    for at in range(size):
+        level = np.rint((w[at] - low) / step) if step > 0 else np.float32(0)
+        bits = np.int64(min(max(level, np.float32(0)), np.float32(_MOST_INT4)))
+        place = (at // 4) * 2 * PANEL + 2 * channel + at % 2
+        out[place] |= np.uint8(bits << 4 if at % 4 >= 2 else bits)
+
+
+@entry("void(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64)")
+def pack(
+    rank: int,
+    team: int,
+    kind: int,
+    weight: int,
+    channels: int,
+    columns: int,
+    groups: int,
+    out: int,
+    out_bytes: int,
+    scales: int,
+    scale_bytes: int,
+) -> None:
+    """float32[channels, columns] into `out` and `scales`, all zero before; bytes are of a group."""
+    size = GROUP_OF[kind]
+    while True:
+        panel = take(team)
+        if panel * PANEL >= channels:
+            break
+        for channel in range(min(PANEL, channels - panel * PANEL)):
+            row = floats(weight + (panel * PANEL + channel) * columns * 4, columns)
+            for group in range(groups):
+                here = row[group * size : min((group + 1) * size, columns)]
+                place = panel * groups + group
+                at = out + place * out_bytes
+                if kind >= INT8:
+                    stored = bytes_at(at, out_bytes)
+                    scale = int16s(scales + place * scale_bytes, scale_bytes // 2)
+                    if kind == INT8:
+                        _round_int8(here, len(here), scale, stored, channel)
+                    else:
+                        _round_int4(here, len(here), scale, stored, channel)
+                else:
+                    _copy_float(kind, here, at, channel, 0, len(here))
+    meet(team)

@@ -1,0 +1,270 @@
+"""A decoder's layers for one step, as one kernel: no Python between one product and the next.
+
+Every thread of a team runs `layers`; each part of a layer ends when all have met.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from stepahead.kernels.attend import attend
+from stepahead.kernels.gemm import FIELDS, FORMAT, GROUPS, multiply
+from stepahead.kernels.jit import entry, inner
+from stepahead.kernels.memory import int64s
+from stepahead.kernels.rows import add_normed, gate, norm, prepare, rotate, store_finite
+from stepahead.kernels.team import meet, take
+
+# What `layers` is told, int64[..]: addresses, counts, and strides in bytes.
+# A step:
+(COUNT, X_AT, TABLES, LENGTHS, CELLS, COS, WINDOW_COS, SCRATCH, SCRATCH_BYTES) = range(9)
+STEP_FIELDS = 9
+# Memory between the parts of a layer, and how far its rows are apart:
+(QKV, QKV_BYTES, SEEN, SEEN_BYTES, GATED, GATED_BYTES, ADDED, ADDED_BYTES) = range(8)
+(INPUTS, INPUTS_BYTES, SUMS, SUMS_BYTES, INPUT_SCALES, X_BYTES, BUFFER_FIELDS) = range(8, 15)
+# A model:
+(LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP, ACTIVATION, WINDOW, PAGE_SIZE) = range(9)
+MODEL_FIELDS = 9
+# A layer: norms (0 where there is none), pools, whether it sees a window only, and matrices
+(NORM, AFTER, MLP_NORM, MLP_AFTER, Q_NORM, K_NORM, KEYS, VALUES, WINDOWED, MATRICES) = range(10)
+_MATRICES = 4
+LAYER_FIELDS = MATRICES + _MATRICES * FIELDS
+
+
+@inner
+def _matrix(layer: np.ndarray, index: int) -> np.ndarray:
+    begin = MATRICES + index * FIELDS
+    return layer[begin : begin + FIELDS]
+
+
+@inner
+def _inputs(buffers: np.ndarray) -> np.ndarray:
+    """Activations as gemm.py wants them described."""
+    return buffers[INPUTS : INPUT_SCALES + 1]
+
+
+@inner
+def _prepare(row: int, x: int, count: int, matrix: np.ndarray, buffers: np.ndarray) -> None:
+    out = buffers[INPUTS] + row * buffers[INPUTS_BYTES]
+    sums = buffers[SUMS] + row * buffers[SUMS_BYTES]
+    scale = buffers[INPUT_SCALES] + row * 4
+    prepare(matrix[FORMAT], x, count, matrix[GROUPS], out, sums, scale)
+
+
+@inner
+def _product(
+    team: int, step: np.ndarray, buffers: np.ndarray, matrix: np.ndarray, out: int, stride: int
+) -> None:
+    multiply(team, _inputs(buffers), step[COUNT], matrix, out, stride, out == step[X_AT])
+    meet(team)
+
+
+@inner
+def _normed(
+    team: int,
+    rank: int,
+    weight: int,
+    eps: float,
+    matrix: np.ndarray,
+    model: np.ndarray,
+    step: np.ndarray,
+    buffers: np.ndarray,
+) -> None:
+    """The rows of x, normed, as inputs of a matrix."""
+    own = step[SCRATCH] + rank * step[SCRATCH_BYTES]
+    while True:
+        row = take(team)
+        if row >= step[COUNT]:
+            break
+        norm(step[X_AT] + row * buffers[X_BYTES], weight, eps, own, model[HIDDEN])
+        _prepare(row, own, model[HIDDEN], matrix, buffers)
+    meet(team)
+
+
+@inner
+def _placed(
+    team: int,
+    layer: np.ndarray,
+    eps: float,
+    model: np.ndarray,
+    step: np.ndarray,
+    buffers: np.ndarray,
+) -> None:
+    """Queries and keys normed and turned, keys and values written to the pools."""
+    head_dim, heads, kv_heads = model[HEAD_DIM], model[HEADS], model[KV_HEADS]
+    head_bytes, cell_floats = head_dim * 4, model[KV_HEADS] * model[HEAD_DIM]
+    tables = int64s(step[WINDOW_COS] if layer[WINDOWED] else step[COS], step[COUNT])
+    cells = int64s(step[CELLS], step[COUNT])
+    while True:
+        row = take(team)
+        if row >= step[COUNT]:
+            break
+        q = buffers[QKV] + row * buffers[QKV_BYTES]
+        k = q + heads * head_bytes
+        if layer[Q_NORM]:
+            for head in range(heads + kv_heads):
+                at = q + head * head_bytes
+                norm(at, layer[Q_NORM] if head < heads else layer[K_NORM], eps, at, head_dim)
+        rotate(q, tables[row], head_dim, heads + kv_heads)
+        cell = cells[row] * cell_floats * 4
+        store_finite(k, layer[KEYS] + cell, cell_floats)
+        store_finite(k + cell_floats * 4, layer[VALUES] + cell, cell_floats)
+    meet(team)
+
+
+@inner
+def _attended(
+    team: int,
+    rank: int,
+    layer: np.ndarray,
+    scale: float,
+    model: np.ndarray,
+    step: np.ndarray,
+    buffers: np.ndarray,
+) -> None:
+    head_dim, kv_heads = model[HEAD_DIM], model[KV_HEADS]
+    group = model[HEADS] // kv_heads
+    tables, lengths = int64s(step[TABLES], step[COUNT]), int64s(step[LENGTHS], step[COUNT])
+    own = step[SCRATCH] + rank * step[SCRATCH_BYTES]
+    while True:
+        piece = take(team)
+        if piece >= step[COUNT] * kv_heads:
+            break
+        row, head = piece // kv_heads, piece % kv_heads
+        end = lengths[row]
+        begin = max(0, end - model[WINDOW]) if layer[WINDOWED] else 0
+        shared = head * group * head_dim * 4
+        attend(
+            buffers[QKV] + row * buffers[QKV_BYTES] + shared,
+            group,
+            head_dim,
+            layer[KEYS] + head * head_dim * 4,
+            layer[VALUES] + head * head_dim * 4,
+            kv_heads * head_dim * 4,
+            model[PAGE_SIZE],
+            tables[row],
+            begin,
+            end,
+            scale,
+            own,
+            buffers[SEEN] + row * buffers[SEEN_BYTES] + shared,
+        )
+    meet(team)
+
+
+@inner
+def _gated(
+    team: int,
+    rank: int,
+    matrix: np.ndarray,
+    model: np.ndarray,
+    step: np.ndarray,
+    buffers: np.ndarray,
+) -> None:
+    own = step[SCRATCH] + rank * step[SCRATCH_BYTES]
+    size = model[MLP]
+    while True:
+        row = take(team)
+        if row >= step[COUNT]:
+            break
+        gates = buffers[GATED] + row * buffers[GATED_BYTES]
+        gate(model[ACTIVATION], gates, gates + size * 4, own, size)
+        _prepare(row, own, size, matrix, buffers)
+    meet(team)
+
+
+@inner
+def _seen(
+    team: int, matrix: np.ndarray, model: np.ndarray, step: np.ndarray, buffers: np.ndarray
+) -> None:
+    """What was attended to, as inputs of a matrix."""
+    while True:
+        row = take(team)
+        if row >= step[COUNT]:
+            break
+        x = buffers[SEEN] + row * buffers[SEEN_BYTES]
+        _prepare(row, x, model[HEADS] * model[HEAD_DIM], matrix, buffers)
+    meet(team)
+
+
+@inner
+def _added(
+    team: int,
+    after: int,
+    eps: float,
+    matrix: np.ndarray,
+    model: np.ndarray,
+    step: np.ndarray,
+    buffers: np.ndarray,
+) -> None:
+    """x += a product, normed before where there is a norm behind it."""
+    if not after:
+        _product(team, step, buffers, matrix, step[X_AT], buffers[X_BYTES])
+        return
+    _product(team, step, buffers, matrix, buffers[ADDED], buffers[ADDED_BYTES])
+    while True:
+        row = take(team)
+        if row >= step[COUNT]:
+            break
+        made = buffers[ADDED] + row * buffers[ADDED_BYTES]
+        add_normed(made, after, eps, step[X_AT] + row * buffers[X_BYTES], model[HIDDEN])
+    meet(team)
+
+
+@entry("void(int64, int64, int64[::1], int64[:, ::1], int64[::1], int64[::1], float64, float64)")
+def layers(
+    rank: int,
+    team: int,
+    model: np.ndarray,
+    matrices: np.ndarray,
+    buffers: np.ndarray,
+    step: np.ndarray,
+    eps: float,
+    scale: float,
+) -> None:
+    """Every layer: x is read and written, keys and values go to the pools.
+
+    `model`, `buffers` and `step` as the names above say; `matrices` int64[layers, LAYER_FIELDS].
+    eps is the norms', scale what scores are multiplied with.
+    """
+    for index in range(model[LAYERS]):
+        layer = matrices[index]
+        qkv, o, gate_up, down = (
+            _matrix(layer, 0),
+            _matrix(layer, 1),
+            _matrix(layer, 2),
+            _matrix(layer, 3),
+        )
+        _normed(team, rank, layer[NORM], eps, qkv, model, step, buffers)
+        _product(team, step, buffers, qkv, buffers[QKV], buffers[QKV_BYTES])
+        _placed(team, layer, eps, model, step, buffers)
+        _attended(team, rank, layer, scale, model, step, buffers)
+        _seen(team, o, model, step, buffers)
+        _added(team, layer[AFTER], eps, o, model, step, buffers)
+        _normed(team, rank, layer[MLP_NORM], eps, gate_up, model, step, buffers)
+        _product(team, step, buffers, gate_up, buffers[GATED], buffers[GATED_BYTES])
+        _gated(team, rank, down, model, step, buffers)
+        _added(team, layer[MLP_AFTER], eps, down, model, step, buffers)
+
+
+@entry("void(int64, int64, int64, int64, int64, int64, int64[::1], int64[::1], int64, int64)")
+def linear(
+    rank: int,
+    team: int,
+    x: int,
+    x_stride: int,
+    count: int,
+    columns: int,
+    matrix: np.ndarray,
+    buffers: np.ndarray,
+    out: int,
+    out_stride: int,
+) -> None:
+    """out = x W^T + b alone: float32 rows, strides in bytes; out's in whole panels."""
+    while True:
+        row = take(team)
+        if row >= count:
+            break
+        _prepare(row, x + row * x_stride, columns, matrix, buffers)
+    meet(team)
+    multiply(team, _inputs(buffers), count, matrix, out, out_stride, 0)
+    meet(team)

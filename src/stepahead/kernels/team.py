@@ -1,0 +1,151 @@
+"""Threads that run one kernel together: they share its work, and wait for each other by spinning.
+
+A team is int64[TEAM] in memory, all zero at first but for the number of threads.  Each part of a
+kernel's work is taken piece by piece (`take`), so that a thread that has lost its core holds up the
+others by no more than a piece.  `meet` ends a part: whoever comes last lets the others go on.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from stepahead.kernels.emit import I32, I64, Emitter
+from stepahead.kernels.jit import inner
+
+_THREADS, _ARRIVED, _ROUND, _TAKEN = 0, 64, 128, 192  # bytes, each in a cache line of its own
+_TEAM = 32
+# Looks at the round before the core is offered to others: as long as the shortest parts take.
+_LOOKS = 2_000
+
+
+@intrinsic
+def _atomic_add(typing_context: Any, address: Any, value: Any) -> Any:
+    """Add to an int64, and what it was before."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        place = builder.inttoptr(args[0], I64.as_pointer())
+        return builder.atomic_rmw("add", place, args[1], "seq_cst")
+
+    return types.intp(types.intp, types.intp), generate
+
+
+@intrinsic
+def _atomic_load(typing_context: Any, address: Any) -> Any:
+    """An int64 that others change."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        place = builder.inttoptr(args[0], I64.as_pointer())
+        return builder.load_atomic(place, "seq_cst", 8)
+
+    return types.intp(types.intp), generate
+
+
+@intrinsic
+def _pause(typing_context: Any) -> Any:
+    """Tell the core that it spins."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if "x86_64" in builder.module.triple:
+            Emitter(builder).called("llvm.x86.sse2.pause", ir.VoidType())
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic
+def _yield_core(typing_context: Any) -> Any:
+    """Offer the core to other threads of the machine."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        Emitter(builder).called("sched_yield", I32)
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+_add: Any = _atomic_add
+_look: Any = _atomic_load
+_rest: Any = _pause
+_offer: Any = _yield_core
+
+
+@inner
+def take(team: int) -> int:
+    """The next piece of this part of the work; whoever is given one that is not there is done."""
+    return _add(team + _TAKEN, 1)
+
+
+@inner
+def meet(team: int) -> None:
+    """Wait until all threads have come here; then pieces are counted from 0 again."""
+    threads = _look(team + _THREADS)
+    round_now = _look(team + _ROUND)
+    if _add(team + _ARRIVED, 1) == threads - 1:
+        _add(team + _TAKEN, -_look(team + _TAKEN))
+        _add(team + _ARRIVED, -threads)
+        _add(team + _ROUND, 1)
+        return
+    looks = 0
+    while _look(team + _ROUND) == round_now:
+        _rest()
+        looks += 1
+        if looks > _LOOKS:
+            _offer()
+
+
+class _Desk:
+    """Where helpers find their work; None when there will be no more."""
+
+    def __init__(self, helpers: int) -> None:
+        self.work: tuple[Callable[..., None], tuple[Any, ...]] | None = None
+        self.wakes = [threading.Semaphore(0) for _ in range(helpers)]
+
+    def call(self, work: tuple[Callable[..., None], tuple[Any, ...]] | None) -> None:
+        self.work = work
+        for wake in self.wakes:
+            wake.release()
+
+
+def _help(desk: _Desk, rank: int) -> None:
+    while True:
+        desk.wakes[rank - 1].acquire()
+        if desk.work is None:
+            return
+        kernel, args = desk.work
+        kernel(rank, *args)
+
+
+class Team:
+    """The calling thread and `threads - 1` more, which sleep between kernels.
+
+    Kernels must meet before they return, so that none works on when the caller goes on.
+    """
+
+    def __init__(self, threads: int) -> None:
+        """Raises ValueError for fewer than one."""
+        if threads < 1:
+            raise ValueError(f"a team of {threads} threads; it takes 1 or more")
+        self.threads = threads
+        self._state = np.zeros(_TEAM, np.int64)
+        self._state[0] = threads
+        self.address = self._state.ctypes.data
+        self._desk = _Desk(threads - 1)
+        for rank in range(1, threads):
+            # a helper holds the desk and not the team, so that a team let go ends its helpers
+            args, name = (self._desk, rank), f"kernels-{rank}"
+            threading.Thread(target=_help, args=args, name=name, daemon=True).start()
+        weakref.finalize(self, self._desk.call, None)
+
+    def run(self, kernel: Callable[..., None], *args: Any) -> None:
+        """kernel(rank, *args) on every thread of the team, the caller's being rank 0."""
+        if self.threads > 1:
+            self._desk.call((kernel, args))
+        kernel(0, *args)

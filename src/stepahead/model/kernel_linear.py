@@ -1,0 +1,106 @@
+"""Matrices for the CPU's own kernels: float32, or rounded to float16, int8 or int4.
+
+Knows a matrix and how many rows come at a time; it must not know what a model computes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from stepahead.errors import UnsupportedModel
+from stepahead.kernels import gemm, step
+from stepahead.kernels.gemm import Layout
+from stepahead.kernels.pack import pack
+from stepahead.kernels.rows import UNIT
+from stepahead.kernels.team import Team
+from stepahead.kernels.tile import FLOAT16, FLOAT32, GROUP, INT4, INT8, PANEL
+from stepahead.model.layers import Linear
+
+FORMATS = {"none": FLOAT32, "float16": FLOAT16, "int8": INT8, "int4": INT4}
+_LINE = 64  # bytes that a vector of weights must not cross
+# Beyond these a weight, or the scale of a group, has no place in float16.
+_MOST = {"float16": 65504.0, "int8": 127 * 65504.0 / UNIT, "int4": 65504.0 / UNIT}
+
+
+def aligned(size: int) -> np.ndarray:
+    """uint8[size], zero, at the beginning of a cache line."""
+    room = np.zeros(size + _LINE, np.uint8)
+    begin = -room.ctypes.data % _LINE
+    return room[begin : begin + size]
+
+
+class KernelLinear(nn.Module):
+    """A Linear whose weights lie as kernels read them.
+
+    `matrix` is int64[gemm.FIELDS], what kernels are told of it.
+    """
+
+    def __init__(self, plain: Linear, quantization: str, team: Team) -> None:
+        """Raises UnsupportedModel for weights that the format has no room for."""
+        super().__init__()
+        weight = plain.weight.data.float().contiguous()
+        channels, columns = weight.shape
+        _refuse_large(weight, quantization)
+        self.layout = Layout(FORMATS[quantization], channels, columns)
+        self._team = team
+        self._weights = aligned(self.layout.weight_bytes)
+        self._scales = aligned(self.layout.scale_bytes)
+        self._bias = np.zeros(self.layout.panels * PANEL, np.float32)
+        if plain.bias is not None:
+            self._bias[:channels] = plain.bias.float().numpy()
+        self.matrix = np.zeros(gemm.FIELDS, np.int64)
+        self.matrix[gemm.FORMAT] = self.layout.kind
+        self.matrix[gemm.PANELS] = self.layout.panels
+        self.matrix[gemm.GROUPS] = self.layout.groups
+        self.matrix[gemm.WEIGHTS] = self._weights.ctypes.data
+        self.matrix[gemm.SCALES] = self._scales.ctypes.data
+        self.matrix[gemm.BIAS] = self._bias.ctypes.data
+        panels_groups = self.layout.panels * self.layout.groups
+        team.run(
+            pack,
+            *(team.address, self.layout.kind, weight.data_ptr(), channels, columns),
+            *(self.layout.groups, self._weights.ctypes.data),
+            self.layout.weight_bytes // panels_groups,
+            *(self._scales.ctypes.data, self.layout.scale_bytes // panels_groups),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, columns] to [T, channels]."""
+        wide = x.float().contiguous()
+        count, padded = len(wide), self.layout.panels * PANEL
+        out = torch.empty(count, padded)
+        inputs = Inputs(count, [self.layout])
+        self._team.run(
+            step.linear,
+            *(self._team.address, wide.data_ptr(), wide.shape[1] * 4, count, wide.shape[1]),
+            *(self.matrix, inputs.fields, out.data_ptr(), padded * 4),
+        )
+        return out[:, : self.layout.channels].to(x.dtype)
+
+
+class Inputs:
+    """Memory for `count` rows of activations, as the widest of some matrices takes them.
+
+    `fields` is int64[step.BUFFER_FIELDS] with those of them that are about inputs.
+    """
+
+    def __init__(self, count: int, layouts: list[Layout]) -> None:
+        row = max(lay.groups * GROUP[lay.kind] * (2 if lay.kind >= INT8 else 4) for lay in layouts)
+        sums = max(lay.groups for lay in layouts) * 4
+        self._memory = np.empty(count * (row + sums + 4) + _LINE, np.uint8)
+        at = self._memory.ctypes.data
+        self.fields = np.zeros(step.BUFFER_FIELDS, np.int64)
+        self.fields[step.INPUTS], self.fields[step.INPUTS_BYTES] = at, row
+        self.fields[step.SUMS], self.fields[step.SUMS_BYTES] = at + count * row, sums
+        self.fields[step.INPUT_SCALES] = at + count * (row + sums)
+
+
+def _refuse_large(weight: Tensor, quantization: str) -> None:
+    most = _MOST.get(quantization)
+    if most is not None and not weight.abs().amax() <= most:
+        raise UnsupportedModel(
+            f"quantization={quantization}: the model has weights beyond {most:g}; use "
+            "quantization=none"
+        )
