@@ -32,7 +32,7 @@ _ROWS_AT_A_TIME = 64  # buffers grow by
 
 def fusable(spec: ModelSpec) -> bool:
     """Whether rows are whole vectors and panels: kernels have no code for what would be left."""
-    return spec.head_dim % (2 * LANES) == 0 and spec.hidden_size % PANEL == 0
+    return spec.head_dim % LANES == 0 and spec.hidden_size % PANEL == 0
 
 
 class FusedLayers:
