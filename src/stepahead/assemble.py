@@ -23,7 +23,7 @@ from stepahead.model.sparse import (
     sparse_weight_values,
     told,
 )
-from stepahead.model.spec import ModelSpec, kv_bytes_per_token, read_spec
+from stepahead.model.spec import ModelSpec, kv_bytes_per_token, kv_width, read_spec
 from stepahead.runner.spec import RunnerSpec
 from stepahead.scheduler.stop import Vocabulary
 from stepahead.text.texts import Texts, ToyTexts
@@ -92,11 +92,12 @@ def model_parts(config: EngineConfig, chat_template: str | None = None) -> Model
     if spec.sparse is None:
         _refuse_mtp(config, spec.architecture)
     texts = Tokenizer.load(config.model, chat_template)
+    width = kv_width(spec, DTYPE_BYTES[config.dtype], config.quantization)
     facts = ModelFacts(
         vocab_size=spec.vocab_size,
         max_len=spec.max_len,
         eos_ids=_eos_ids(spec, texts),
-        kv_bytes_per_token=kv_bytes_per_token(spec, DTYPE_BYTES[config.dtype]),
+        kv_bytes_per_token=kv_bytes_per_token(spec, width),
         weight_bytes=0 if spec.sparse is not None else weight_bytes(spec, config),
         num_layers=spec.num_layers,
         state_bytes=spec.hidden_size * DTYPE_BYTES[config.dtype],

@@ -22,11 +22,12 @@ STEP_FIELDS = 9
 (QKV, QKV_BYTES, SEEN, SEEN_BYTES, GATED, GATED_BYTES, ADDED, ADDED_BYTES) = range(8)
 (INPUTS, INPUTS_BYTES, SUMS, SUMS_BYTES, INPUT_SCALES, X_BYTES, BUFFER_FIELDS) = range(8, 15)
 # A model:
-(LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP, ACTIVATION, WINDOW, PAGE_SIZE) = range(9)
-MODEL_FIELDS = 9
+(LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP, ACTIVATION, WINDOW) = range(8)
+(PAGE_SIZE, KV_SIZE, MODEL_FIELDS) = range(8, 11)  # positions of a page, bytes of a number in one
 # A layer: norms (0 where there is none), pools, whether it sees a window only, and matrices
 (NORM, AFTER, MLP_NORM, MLP_AFTER, Q_NORM, K_NORM, KEYS, VALUES, WINDOWED, MATRICES) = range(10)
 _MATRICES = 4
+_MANY_ROWS = 4
 LAYER_FIELDS = MATRICES + _MATRICES * FIELDS
 
 
@@ -105,9 +106,10 @@ def _placed(
                 at = q + head * head_bytes
                 norm(at, layer[Q_NORM] if head < heads else layer[K_NORM], eps, at, head_dim)
         rotate(q, tables[row], head_dim, heads + kv_heads)
-        cell = cells[row] * cell_floats * 4
-        store_finite(k, layer[KEYS] + cell, cell_floats)
-        store_finite(k + cell_floats * 4, layer[VALUES] + cell, cell_floats)
+        cell = cells[row] * cell_floats * model[KV_SIZE]
+        v = k + cell_floats * 4
+        store_finite(model[KV_SIZE], k, layer[KEYS] + cell, cell_floats)
+        store_finite(model[KV_SIZE], v, layer[VALUES] + cell, cell_floats)
     meet(team)
 
 
@@ -121,25 +123,30 @@ def _attended(
     step: np.ndarray,
     buffers: np.ndarray,
 ) -> None:
-    head_dim, kv_heads = model[HEAD_DIM], model[KV_HEADS]
+    head_dim, kv_heads, size = model[HEAD_DIM], model[KV_HEADS], model[KV_SIZE]
     group = model[HEADS] // kv_heads
+    # heads of queries that go together read their keys once; few rows leave threads without work
+    together = group if step[COUNT] >= _MANY_ROWS else 1
+    pieces = model[HEADS] // together
     tables, lengths = int64s(step[TABLES], step[COUNT]), int64s(step[LENGTHS], step[COUNT])
     own = step[SCRATCH] + rank * step[SCRATCH_BYTES]
     while True:
         piece = take(team)
-        if piece >= step[COUNT] * kv_heads:
+        if piece >= step[COUNT] * pieces:
             break
-        row, head = piece // kv_heads, piece % kv_heads
+        row, first = piece // pieces, piece % pieces * together
+        head = first // group
         end = lengths[row]
         begin = max(0, end - model[WINDOW]) if layer[WINDOWED] else 0
-        shared = head * group * head_dim * 4
+        shared = first * head_dim * 4
         attend(
+            size,
             buffers[QKV] + row * buffers[QKV_BYTES] + shared,
-            group,
+            together,
             head_dim,
-            layer[KEYS] + head * head_dim * 4,
-            layer[VALUES] + head * head_dim * 4,
-            kv_heads * head_dim * 4,
+            layer[KEYS] + head * head_dim * size,
+            layer[VALUES] + head * head_dim * size,
+            kv_heads * head_dim * size,
             model[PAGE_SIZE],
             tables[row],
             begin,

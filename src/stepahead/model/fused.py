@@ -19,7 +19,6 @@ from stepahead.kernels.tile import PANEL
 from stepahead.model.batch import StepInputs
 from stepahead.model.kernel_linear import Inputs, KernelLinear
 from stepahead.model.layers import RMSNorm
-from stepahead.model.spec import ModelSpec
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -28,11 +27,6 @@ if TYPE_CHECKING:
 
 _ACTIVATIONS = {"silu": rows.SILU, "gelu_tanh": rows.GELU_TANH}
 _ROWS_AT_A_TIME = 64  # buffers grow by
-
-
-def fusable(spec: ModelSpec) -> bool:
-    """Whether rows are whole vectors and panels: kernels have no code for what would be left."""
-    return spec.head_dim % LANES == 0 and spec.hidden_size % PANEL == 0
 
 
 class FusedLayers:
@@ -80,6 +74,7 @@ class FusedLayers:
             return
         self._pool = kv
         self._fields[step.PAGE_SIZE] = kv.page_size
+        self._fields[step.KV_SIZE] = kv.k[0].element_size()
         for index, layer in enumerate(self._model.layers):
             place = layer.attention.layer  # type: ignore[union-attr]
             self._matrices[index, step.KEYS] = kv.k[place].data_ptr()

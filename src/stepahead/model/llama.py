@@ -150,14 +150,16 @@ class Llama(nn.Module):
         # no layer comes after it that could amplify its rounding
         self.head = Linear(spec.hidden_size, (spec.vocab_size,), fine_sums=False)
         self._fused: FusedLayers | None = None
+        self._kv_dtype: torch.dtype | None = None  # the weights' own
 
-    def fuse(self, team: Team) -> None:
+    def fuse(self, team: Team, kv_dtype: torch.dtype) -> None:
         """Run all layers as one kernel from now on, where the model's shape allows it; its matrices
-        are laid out for kernels."""
-        from stepahead.model.fused import FusedLayers, fusable  # kernels are compiled at import
+        are laid out for kernels.  `kv_dtype`, float32 or float16, is what new pools are of."""
+        from stepahead.model.fused import FusedLayers  # kernels are compiled at import
 
-        if fusable(self.spec) and self._weight.dtype == torch.float32:
+        if self.spec.fusable and self._weight.dtype == torch.float32:
             self._fused = FusedLayers(self, team)
+            self._kv_dtype = kv_dtype
 
     def forward(self, inputs: StepInputs, kv: KVPool) -> Tensor:
         """Run a step: write its keys and values, return hidden states [T, hidden], normed."""
@@ -198,7 +200,7 @@ class Llama(nn.Module):
         spec, weight = self.spec, self._weight
         return KVPool(
             *(len(self.layers), num_pages, page_size, spec.num_kv_heads, spec.head_dim),
-            dtype=weight.dtype,
+            dtype=self._kv_dtype or weight.dtype,
             device=weight.device,
         )
 

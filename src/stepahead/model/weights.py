@@ -184,7 +184,8 @@ def _ready(model: AnyModel, device: str, packing: Packing) -> None:
     if isinstance(model, Llama):
         model.invariant = packing.invariant
         if packing.team is not None:
-            model.fuse(packing.team)
+            half = packing.quantization != "none"
+            model.fuse(packing.team, torch.float16 if half else torch.float32)
     model.eval()
 
 
