@@ -26,15 +26,10 @@ STEP_FIELDS = 9
 (PAGE_SIZE, KV_SIZE, MODEL_FIELDS) = range(8, 11)  # positions of a page, bytes of a number in one
 # A layer: norms (0 where there is none), pools, whether it sees a window only, and matrices
 (NORM, AFTER, MLP_NORM, MLP_AFTER, Q_NORM, K_NORM, KEYS, VALUES, WINDOWED, MATRICES) = range(10)
+_QKV, _O, _GATE_UP, _DOWN = range(4)
 _MATRICES = 4
 _MANY_ROWS = 4
 LAYER_FIELDS = MATRICES + _MATRICES * FIELDS
-
-
-@inner
-def _matrix(layer: np.ndarray, index: int) -> np.ndarray:
-    begin = MATRICES + index * FIELDS
-    return layer[begin : begin + FIELDS]
 
 
 @inner
@@ -52,32 +47,48 @@ def _prepare(row: int, x: int, count: int, matrix: np.ndarray, buffers: np.ndarr
 
 
 @inner
-def _product(
-    team: int, step: np.ndarray, buffers: np.ndarray, matrix: np.ndarray, out: int, stride: int
-) -> None:
-    multiply(team, _inputs(buffers), step[COUNT], matrix, out, stride, out == step[X_AT])
-    meet(team)
+def _row_for(
+    part: int,
+    row: int,
+    own: int,
+    layer: np.ndarray,
+    eps: float,
+    model: np.ndarray,
+    buffers: np.ndarray,
+    x: int,
+) -> tuple[int, int]:
+    """What a row brings to a matrix: where its numbers are, and how many; `own` has room."""
+    if part == _O:
+        return buffers[SEEN] + row * buffers[SEEN_BYTES], model[HEADS] * model[HEAD_DIM]
+    if part == _DOWN:
+        gates = buffers[GATED] + row * buffers[GATED_BYTES]
+        gate(model[ACTIVATION], gates, gates + model[MLP] * 4, own, model[MLP])
+        return own, model[MLP]
+    weight = layer[NORM if part == _QKV else MLP_NORM]
+    norm(x + row * buffers[X_BYTES], weight, eps, own, model[HIDDEN])
+    return own, model[HIDDEN]
 
 
 @inner
-def _normed(
+def _prepared(
     team: int,
     rank: int,
-    weight: int,
-    eps: float,
+    part: int,
     matrix: np.ndarray,
+    layer: np.ndarray,
+    eps: float,
     model: np.ndarray,
     step: np.ndarray,
     buffers: np.ndarray,
 ) -> None:
-    """The rows of x, normed, as inputs of a matrix."""
+    """All rows as inputs of a matrix."""
     own = step[SCRATCH] + rank * step[SCRATCH_BYTES]
     while True:
         row = take(team)
         if row >= step[COUNT]:
             break
-        norm(step[X_AT] + row * buffers[X_BYTES], weight, eps, own, model[HIDDEN])
-        _prepare(row, own, model[HIDDEN], matrix, buffers)
+        x, count = _row_for(part, row, own, layer, eps, model, buffers, step[X_AT])
+        _prepare(row, x, count, matrix, buffers)
     meet(team)
 
 
@@ -159,55 +170,10 @@ def _attended(
 
 
 @inner
-def _gated(
-    team: int,
-    rank: int,
-    matrix: np.ndarray,
-    model: np.ndarray,
-    step: np.ndarray,
-    buffers: np.ndarray,
-) -> None:
-    own = step[SCRATCH] + rank * step[SCRATCH_BYTES]
-    size = model[MLP]
-    while True:
-        row = take(team)
-        if row >= step[COUNT]:
-            break
-        gates = buffers[GATED] + row * buffers[GATED_BYTES]
-        gate(model[ACTIVATION], gates, gates + size * 4, own, size)
-        _prepare(row, own, size, matrix, buffers)
-    meet(team)
-
-
-@inner
-def _seen(
-    team: int, matrix: np.ndarray, model: np.ndarray, step: np.ndarray, buffers: np.ndarray
-) -> None:
-    """What was attended to, as inputs of a matrix."""
-    while True:
-        row = take(team)
-        if row >= step[COUNT]:
-            break
-        x = buffers[SEEN] + row * buffers[SEEN_BYTES]
-        _prepare(row, x, model[HEADS] * model[HEAD_DIM], matrix, buffers)
-    meet(team)
-
-
-@inner
 def _added(
-    team: int,
-    after: int,
-    eps: float,
-    matrix: np.ndarray,
-    model: np.ndarray,
-    step: np.ndarray,
-    buffers: np.ndarray,
+    team: int, after: int, eps: float, model: np.ndarray, step: np.ndarray, buffers: np.ndarray
 ) -> None:
-    """x += a product, normed before where there is a norm behind it."""
-    if not after:
-        _product(team, step, buffers, matrix, step[X_AT], buffers[X_BYTES])
-        return
-    _product(team, step, buffers, matrix, buffers[ADDED], buffers[ADDED_BYTES])
+    """x += a product, normed."""
     while True:
         row = take(team)
         if row >= step[COUNT]:
@@ -215,6 +181,18 @@ def _added(
         made = buffers[ADDED] + row * buffers[ADDED_BYTES]
         add_normed(made, after, eps, step[X_AT] + row * buffers[X_BYTES], model[HIDDEN])
     meet(team)
+
+
+@inner
+def _made(part: int, layer: np.ndarray, step: np.ndarray, buffers: np.ndarray) -> tuple[int, int]:
+    """Where a matrix's product goes, and how far its rows are apart."""
+    if part == _QKV:
+        return buffers[QKV], buffers[QKV_BYTES]
+    if part == _GATE_UP:
+        return buffers[GATED], buffers[GATED_BYTES]
+    if layer[AFTER if part == _O else MLP_AFTER]:
+        return buffers[ADDED], buffers[ADDED_BYTES]
+    return step[X_AT], buffers[X_BYTES]
 
 
 @entry("void(int64, int64, int64[::1], int64[:, ::1], int64[::1], int64[::1], float64, float64)")
@@ -233,24 +211,21 @@ def layers(
     `model`, `buffers` and `step` as the names above say; `matrices` int64[layers, LAYER_FIELDS].
     eps is the norms', scale what scores are multiplied with.
     """
-    for index in range(model[LAYERS]):
-        layer = matrices[index]
-        qkv, o, gate_up, down = (
-            _matrix(layer, 0),
-            _matrix(layer, 1),
-            _matrix(layer, 2),
-            _matrix(layer, 3),
-        )
-        _normed(team, rank, layer[NORM], eps, qkv, model, step, buffers)
-        _product(team, step, buffers, qkv, buffers[QKV], buffers[QKV_BYTES])
-        _placed(team, layer, eps, model, step, buffers)
-        _attended(team, rank, layer, scale, model, step, buffers)
-        _seen(team, o, model, step, buffers)
-        _added(team, layer[AFTER], eps, o, model, step, buffers)
-        _normed(team, rank, layer[MLP_NORM], eps, gate_up, model, step, buffers)
-        _product(team, step, buffers, gate_up, buffers[GATED], buffers[GATED_BYTES])
-        _gated(team, rank, down, model, step, buffers)
-        _added(team, layer[MLP_AFTER], eps, down, model, step, buffers)
+    # one place for all products: each place where one is written is compiled anew
+    for product in range(model[LAYERS] * _MATRICES):
+        layer, part = matrices[product // _MATRICES], product % _MATRICES
+        begin = MATRICES + part * FIELDS
+        matrix = layer[begin : begin + FIELDS]
+        if part == _O:
+            _placed(team, layer, eps, model, step, buffers)
+            _attended(team, rank, layer, scale, model, step, buffers)
+        _prepared(team, rank, part, matrix, layer, eps, model, step, buffers)
+        out, stride = _made(part, layer, step, buffers)
+        multiply(team, _inputs(buffers), step[COUNT], matrix, out, stride, out == step[X_AT])
+        meet(team)
+        if out == buffers[ADDED]:
+            after = layer[AFTER if part == _O else MLP_AFTER]
+            _added(team, after, eps, model, step, buffers)
 
 
 @entry("void(int64, int64, int64, int64, int64, int64, int64[::1], int64[::1], int64, int64)")
