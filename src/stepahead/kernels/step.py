@@ -16,14 +16,17 @@ from stepahead.kernels.team import meet, take
 
 # What `layers` is told, int64[..]: addresses, counts, and strides in bytes.
 # A step:
-(COUNT, X_AT, TABLES, LENGTHS, CELLS, COS, WINDOW_COS, SCRATCH, SCRATCH_BYTES) = range(9)
-STEP_FIELDS = 9
+(COUNT, X_AT, CELLS, POSITIONS, SCRATCH, SCRATCH_BYTES, LAST_NORM) = range(7)
+# the first rows, each of which reads a row of a page table and has its length in an array; and the
+# others, for each of which an array has the address of its pages and one its length
+(DECODED, PAGES, PAGES_BYTES, LENGTHS, TABLES, OTHER_LENGTHS, STEP_FIELDS) = range(7, 14)
 # Memory between the parts of a layer, and how far its rows are apart:
 (QKV, QKV_BYTES, SEEN, SEEN_BYTES, GATED, GATED_BYTES, ADDED, ADDED_BYTES) = range(8)
 (INPUTS, INPUTS_BYTES, SUMS, SUMS_BYTES, INPUT_SCALES, X_BYTES, BUFFER_FIELDS) = range(8, 15)
 # A model:
 (LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP, ACTIVATION, WINDOW) = range(8)
-(PAGE_SIZE, KV_SIZE, MODEL_FIELDS) = range(8, 11)  # positions of a page, bytes of a number in one
+# positions of a page, bytes of a number in one, and cosines and sines by position
+(PAGE_SIZE, KV_SIZE, TURNS, WINDOW_TURNS, MODEL_FIELDS) = range(8, 13)
 # A layer: norms (0 where there is none), pools, whether it sees a window only, and matrices
 (NORM, AFTER, MLP_NORM, MLP_AFTER, Q_NORM, K_NORM, KEYS, VALUES, WINDOWED, MATRICES) = range(10)
 _QKV, _O, _GATE_UP, _DOWN = range(4)
@@ -104,7 +107,8 @@ def _placed(
     """Queries and keys normed and turned, keys and values written to the pools."""
     head_dim, heads, kv_heads = model[HEAD_DIM], model[HEADS], model[KV_HEADS]
     head_bytes, cell_floats = head_dim * 4, model[KV_HEADS] * model[HEAD_DIM]
-    tables = int64s(step[WINDOW_COS] if layer[WINDOWED] else step[COS], step[COUNT])
+    turns = model[WINDOW_TURNS] if layer[WINDOWED] else model[TURNS]
+    positions = int64s(step[POSITIONS], step[COUNT])
     cells = int64s(step[CELLS], step[COUNT])
     while True:
         row = take(team)
@@ -116,12 +120,22 @@ def _placed(
             for head in range(heads + kv_heads):
                 at = q + head * head_bytes
                 norm(at, layer[Q_NORM] if head < heads else layer[K_NORM], eps, at, head_dim)
-        rotate(q, tables[row], head_dim, heads + kv_heads)
+        rotate(q, turns + positions[row] * head_bytes, head_dim, heads + kv_heads)
         cell = cells[row] * cell_floats * model[KV_SIZE]
         v = k + cell_floats * 4
         store_finite(model[KV_SIZE], k, layer[KEYS] + cell, cell_floats)
         store_finite(model[KV_SIZE], v, layer[VALUES] + cell, cell_floats)
     meet(team)
+
+
+@inner
+def _reads(row: int, step: np.ndarray) -> tuple[int, int]:
+    """Where a row's pages are named, and how many positions it sees."""
+    if row < step[DECODED]:
+        length = int64s(step[LENGTHS], step[DECODED])[row]
+        return step[PAGES] + row * step[PAGES_BYTES], length
+    other, others = row - step[DECODED], step[COUNT] - step[DECODED]
+    return int64s(step[TABLES], others)[other], int64s(step[OTHER_LENGTHS], others)[other]
 
 
 @inner
@@ -139,7 +153,6 @@ def _attended(
     # heads of queries that go together read their keys once; few rows leave threads without work
     together = group if step[COUNT] >= _MANY_ROWS else 1
     pieces = model[HEADS] // together
-    tables, lengths = int64s(step[TABLES], step[COUNT]), int64s(step[LENGTHS], step[COUNT])
     own = step[SCRATCH] + rank * step[SCRATCH_BYTES]
     while True:
         piece = take(team)
@@ -147,7 +160,7 @@ def _attended(
             break
         row, first = piece // pieces, piece % pieces * together
         head = first // group
-        end = lengths[row]
+        table, end = _reads(row, step)
         begin = max(0, end - model[WINDOW]) if layer[WINDOWED] else 0
         shared = first * head_dim * 4
         attend(
@@ -159,7 +172,7 @@ def _attended(
             layer[VALUES] + head * head_dim * size,
             kv_heads * head_dim * size,
             model[PAGE_SIZE],
-            tables[row],
+            table,
             begin,
             end,
             scale,
@@ -180,6 +193,20 @@ def _added(
             break
         made = buffers[ADDED] + row * buffers[ADDED_BYTES]
         add_normed(made, after, eps, step[X_AT] + row * buffers[X_BYTES], model[HIDDEN])
+    meet(team)
+
+
+@inner
+def _normed(
+    team: int, eps: float, model: np.ndarray, step: np.ndarray, buffers: np.ndarray
+) -> None:
+    """x, normed where it is."""
+    while True:
+        row = take(team)
+        if row >= step[COUNT]:
+            break
+        x = step[X_AT] + row * buffers[X_BYTES]
+        norm(x, step[LAST_NORM], eps, x, model[HIDDEN])
     meet(team)
 
 
@@ -206,7 +233,8 @@ def layers(
     eps: float,
     scale: float,
 ) -> None:
-    """Every layer: x is read and written, keys and values go to the pools.
+    """Every layer, and the norm behind the last one where the step names it: x is read and written,
+    keys and values go to the pools.
 
     `model`, `buffers` and `step` as the names above say; `matrices` int64[layers, LAYER_FIELDS].
     eps is the norms', scale what scores are multiplied with.
@@ -226,6 +254,8 @@ def layers(
         if out == buffers[ADDED]:
             after = layer[AFTER if part == _O else MLP_AFTER]
             _added(team, after, eps, model, step, buffers)
+    if step[LAST_NORM]:
+        _normed(team, eps, model, step, buffers)
 
 
 @entry("void(int64, int64, int64, int64, int64, int64, int64[::1], int64[::1], int64, int64)")

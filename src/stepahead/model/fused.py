@@ -51,22 +51,25 @@ class FusedLayers:
         self._fields[step.MLP] = spec.intermediate_size
         self._fields[step.ACTIVATION] = _ACTIVATIONS[spec.activation]
         self._fields[step.WINDOW] = spec.sliding_window or 0
+        self._fields[step.TURNS] = model.rope.table.data_ptr()
+        self._fields[step.WINDOW_TURNS] = model.window_rope.table.data_ptr()
         self._scale = spec.attention_scale or spec.head_dim**-0.5
         self._room = _Room(_ROWS_AT_A_TIME, self._layouts, model, team)
 
-    def run(self, x: Tensor, inputs: StepInputs, kv: KVPool) -> Tensor:
-        """float32[T, hidden] to the same; x itself is overwritten."""
+    def run(self, x: Tensor, inputs: StepInputs, kv: KVPool, norm: RMSNorm | None) -> Tensor:
+        """float32[T, hidden] to the same, at last normed if `norm` is given; x is overwritten."""
         x = x.contiguous()
         if len(x) > self._room.count:
             self._room = _Room(len(x), self._layouts, self._model, self._team)
         self._look_at(kv)
-        # what the addresses point to must live until the kernel is done
-        held = self._step(x, inputs)
+        fields, held = self._step(x, inputs)
+        fields[step.LAST_NORM] = _address(norm)
         self._team.run(
             step.layers,
-            *(self._team.address, self._fields, self._matrices, self._room.fields, held[0]),
+            *(self._team.address, self._fields, self._matrices, self._room.fields, fields),
             *(self._model.spec.rms_eps, self._scale),
         )
+        del held
         return x
 
     def _look_at(self, kv: KVPool) -> None:
@@ -80,36 +83,35 @@ class FusedLayers:
             self._matrices[index, step.KEYS] = kv.k[place].data_ptr()
             self._matrices[index, step.VALUES] = kv.v[place].data_ptr()
 
-    def _step(self, x: Tensor, inputs: StepInputs) -> tuple[np.ndarray, ...]:
-        """int64[step.STEP_FIELDS], and the arrays that it points to."""
-        tables, lengths = _reads(inputs)
-        positions, cells = inputs.positions_dev.numpy(), inputs.cells_dev.contiguous().numpy()
-        turn = self._model.spec.head_dim * 4
-        everywhere = positions * turn + self._model.rope.table.data_ptr()
-        windowed = positions * turn + self._model.window_rope.table.data_ptr()
+    def _step(self, x: Tensor, inputs: StepInputs) -> tuple[np.ndarray, list[object]]:
+        """int64[step.STEP_FIELDS], and what else must live as long."""
+        cells, pages = inputs.cells_dev.contiguous(), inputs.decode_pages_dev
         fields = np.zeros(step.STEP_FIELDS, np.int64)
         fields[step.COUNT], fields[step.X_AT] = len(x), x.data_ptr()
-        fields[step.TABLES], fields[step.LENGTHS] = tables.ctypes.data, lengths.ctypes.data
-        fields[step.CELLS] = cells.ctypes.data
-        fields[step.COS], fields[step.WINDOW_COS] = everywhere.ctypes.data, windowed.ctypes.data
+        fields[step.CELLS], fields[step.POSITIONS] = cells.data_ptr(), _at(inputs.positions_dev)
         fields[step.SCRATCH] = self._room.scratch.ctypes.data
         fields[step.SCRATCH_BYTES] = self._room.scratch.shape[1] * 4
-        return fields, tables, lengths, cells, everywhere, windowed
+        fields[step.DECODED] = inputs.n_decode
+        fields[step.PAGES], fields[step.PAGES_BYTES] = pages.data_ptr(), pages.stride(0) * 8
+        fields[step.LENGTHS] = _at(inputs.decode_lens_dev)
+        if not inputs.chunks:
+            return fields, [cells]
+        tables, lengths = _chunk_reads(inputs)
+        fields[step.TABLES], fields[step.OTHER_LENGTHS] = tables.ctypes.data, lengths.ctypes.data
+        return fields, [cells, tables, lengths]
 
 
-def _reads(inputs: StepInputs) -> tuple[np.ndarray, np.ndarray]:
-    """For each token the address of its row's pages, and how many positions it sees."""
-    count = len(inputs.cells_dev)
-    tables, lengths = np.empty(count, np.int64), np.empty(count, np.int64)
-    decode, pages = inputs.n_decode, inputs.decode_pages_dev
-    if decode:
-        tables[:decode] = pages.data_ptr() + np.arange(decode) * (pages.stride(0) * 8)
-        lengths[:decode] = inputs.decode_lens_dev.numpy()
-    for row in inputs.chunks:
-        here = slice(row.first, row.first + row.count)
-        tables[here] = row.pages_dev.data_ptr()
-        lengths[here] = np.arange(row.context_len - row.count, row.context_len) + 1
-    return tables, lengths
+def _at(array: Tensor) -> int:
+    """The address of int64 that lie one behind the other."""
+    assert array.is_contiguous() and array.element_size() == 8
+    return array.data_ptr()
+
+
+def _chunk_reads(inputs: StepInputs) -> tuple[np.ndarray, np.ndarray]:
+    """For each of the chunks' tokens the address of its row's pages, and what it sees."""
+    tables = [np.full(row.count, _at(row.pages_dev)) for row in inputs.chunks]
+    lengths = [np.arange(row.context_len - row.count, row.context_len) + 1 for row in inputs.chunks]
+    return np.concatenate(tables), np.concatenate(lengths)
 
 
 def _described(layer: Layer) -> np.ndarray:

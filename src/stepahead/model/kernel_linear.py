@@ -45,6 +45,7 @@ class KernelLinear(nn.Module):
         _refuse_large(weight, quantization)
         self.layout = Layout(FORMATS[quantization], channels, columns)
         self._team = team
+        self._inputs = Inputs(0, [self.layout])
         self._weights = aligned(self.layout.weight_bytes)
         self._scales = aligned(self.layout.scale_bytes)
         self._bias = np.zeros(self.layout.panels * PANEL, np.float32)
@@ -71,11 +72,12 @@ class KernelLinear(nn.Module):
         wide = x.float().contiguous()
         count, padded = len(wide), self.layout.panels * PANEL
         out = torch.empty(count, padded)
-        inputs = Inputs(count, [self.layout])
+        if count > self._inputs.count:
+            self._inputs = Inputs(count, [self.layout])
         self._team.run(
             step.linear,
             *(self._team.address, wide.data_ptr(), wide.shape[1] * 4, count, wide.shape[1]),
-            *(self.matrix, inputs.fields, out.data_ptr(), padded * 4),
+            *(self.matrix, self._inputs.fields, out.data_ptr(), padded * 4),
         )
         return out[:, : self.layout.channels].to(x.dtype)
 
@@ -87,6 +89,7 @@ class Inputs:
     """
 
     def __init__(self, count: int, layouts: list[Layout]) -> None:
+        self.count = count
         row = max(lay.groups * GROUP[lay.kind] * (2 if lay.kind >= INT8 else 4) for lay in layouts)
         sums = max(lay.groups for lay in layouts) * 4
         self._memory = np.empty(count * (row + sums + 4) + _LINE, np.uint8)

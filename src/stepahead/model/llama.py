@@ -163,12 +163,15 @@ class Llama(nn.Module):
 
     def forward(self, inputs: StepInputs, kv: KVPool) -> Tensor:
         """Run a step: write its keys and values, return hidden states [T, hidden], normed."""
-        return self.norm(self.run(self.embed(inputs.token_ids_dev), inputs, kv))
+        x = self.embed(inputs.token_ids_dev)
+        if self._fused is not None:
+            return self._fused.run(x, inputs, kv, self.norm)
+        return self.norm(self.run(x, inputs, kv))
 
     def run(self, x: Tensor, inputs: StepInputs, kv: KVPool) -> Tensor:
         """The layers alone: [T, hidden] to the same; x itself is overwritten."""
         if self._fused is not None:
-            return self._fused.run(x, inputs, kv)
+            return self._fused.run(x, inputs, kv, None)
         if self.invariant:
             inputs = one_by_one(inputs)
         kinds = {layer.windowed for layer in self._layers()}
