@@ -63,6 +63,10 @@ class GGUFTensor:
     def n_bytes(self) -> int:
         return prod(self.shape[:-1]) * self.row_bytes
 
+    @property
+    def block_bytes(self) -> int:
+        return GGML_QUANT_SIZES[self.type][1]
+
 
 @dataclass(frozen=True)
 class GGUFFile:
@@ -71,12 +75,14 @@ class GGUFFile:
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, GGUFTensor]
+    bytes: np.ndarray  # uint8, all of the file: a read-only memory map
 
     def blocks(self, name: str) -> np.ndarray:
-        """The tensor's bytes as stored: uint8[rows, bytes of a row], a read-only memory map."""
+        """The tensor's bytes as stored: uint8[rows, bytes of a row], in the memory map."""
         tensor = self.tensors[name]
-        shape = (prod(tensor.shape[:-1]), tensor.row_bytes)
-        return np.memmap(self.path, np.uint8, "r", tensor.offset_bytes, shape)
+        rows = prod(tensor.shape[:-1])
+        flat = self.bytes[tensor.offset_bytes : tensor.offset_bytes + tensor.n_bytes]
+        return flat.reshape(rows, tensor.row_bytes)
 
     def dequantize(self, name: str, blocks: np.ndarray) -> np.ndarray:
         """float32[rows, columns] of some rows of `blocks(name)`; raises UnsupportedModel."""
@@ -101,8 +107,9 @@ def open_gguf(path: Path) -> GGUFFile:
         with path.open("rb") as file:
             if file.read(4) != MAGIC:
                 raise WeightError(f"{path}: not a GGUF file (it does not begin with 'GGUF')")
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
-                return _read_header(path, _Cursor(path, view, size_bytes))
+            # unmapped when the last array of it goes
+            view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            return _read_header(path, _Cursor(path, view, size_bytes))
     except OSError as error:
         raise WeightError(f"{path}: can't be read: {error.strerror or error}") from error
 
@@ -118,14 +125,17 @@ class _Cursor:
 
     def take(self, n_bytes: int) -> bytes:
         end = self.offset + n_bytes
+        self._check(end)
+        taken = self.view[self.offset : end]
+        self.offset = end
+        return taken
+
+    def _check(self, end: int) -> None:
         if end > self.size_bytes:
             raise WeightError(
                 f"{self.path}: cut off: the header needs {end} bytes, the file has "
                 f"{self.size_bytes}; download it again"
             )
-        taken = self.view[self.offset : end]
-        self.offset = end
-        return taken
 
     def count(self, what: str, least_bytes: int, most: int | None = None) -> int:
         """How many of `what` follow, of at least so many bytes each."""
@@ -155,6 +165,21 @@ class _Cursor:
         # Vocabularies may hold bytes that are no UTF-8; surrogates keep them apart.
         return self.take(_LENGTH.unpack(self.take(8))[0]).decode("utf-8", "surrogateescape")
 
+    def texts(self, count: int) -> list[str]:
+        """As `text`, many: a vocabulary and its merges are 100,000, so this loop calls nothing."""
+        view, at, length_at = self.view, self.offset, _LENGTH.unpack_from
+        found: list[str] = []
+        try:
+            for _ in range(count):
+                begin = at + _LENGTH.size
+                at = begin + length_at(view, at)[0]
+                found.append(view[begin:at].decode("utf-8", "surrogateescape"))
+        except struct.error:  # not even a length is left
+            at += _LENGTH.size
+        self._check(at)
+        self.offset = at
+        return found
+
     def value(self, type_number: int) -> Any:
         try:
             value_type = GGUFValueType(type_number)
@@ -172,7 +197,7 @@ class _Cursor:
     def array(self) -> list[Any]:
         item_type = self.scalar("I")
         if item_type == GGUFValueType.STRING:
-            return [self.text() for _ in range(self.count("strings", 8, _MOST_ITEMS))]
+            return self.texts(self.count("strings", _LENGTH.size, _MOST_ITEMS))
         if item_type not in _SCALARS:
             raise WeightError(
                 f"{self.path}: a list of type {item_type} at byte {self.offset}; the file is "
@@ -203,7 +228,7 @@ def _read_header(path: Path, cursor: _Cursor) -> GGUFFile:
         raise WeightError(f"{path}: general.alignment is {alignment!r}; the file is damaged")
     start = -(-cursor.offset // alignment) * alignment
     tensors = {entry[0]: _place(path, start, cursor.size_bytes, *entry) for entry in listed}
-    return GGUFFile(path, metadata, tensors)
+    return GGUFFile(path, metadata, tensors, np.frombuffer(cursor.view, np.uint8))
 
 
 def _tensor_entries(cursor: _Cursor, count: int) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
