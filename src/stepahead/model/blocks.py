@@ -19,14 +19,14 @@ _SCALE_BYTES = 2  # a float16
 def _q4_0(blocks: Tensor, out: Tensor) -> None:
     """A scale, and 16 bytes: values 0 to 15 in the low halves, 16 to 31 in the high ones."""
     scale = _float16(blocks, 0)
-    _halves(blocks[:, _SCALE_BYTES:], out)
+    _halves(blocks, _SCALE_BYTES, out)
     out.sub_(8).mul_(scale)
 
 
 def _q4_1(blocks: Tensor, out: Tensor) -> None:
     """A scale, the least value, and 16 bytes as above."""
     scale, least = _float16(blocks, 0), _float16(blocks, _SCALE_BYTES)
-    _halves(blocks[:, 2 * _SCALE_BYTES :], out)
+    _halves(blocks, 2 * _SCALE_BYTES, out)
     out.mul_(scale).add_(least)  # two roundings, as everywhere; a fused one would differ
 
 
@@ -41,10 +41,11 @@ def _float16(blocks: Tensor, at: int) -> Tensor:
     return blocks[:, at : at + _SCALE_BYTES].contiguous().view(torch.float16).float()
 
 
-def _halves(packed: Tensor, out: Tensor) -> None:
-    both = out.unflatten(1, (2, -1))
-    both[:, 0].copy_(packed & 15)
-    both[:, 1].copy_(packed >> 4)
+def _halves(blocks: Tensor, at: int, out: Tensor) -> None:
+    """The 16 bytes from `at` on; taken apart with those before them, for that is one long run."""
+    low, high = out.unflatten(1, (2, -1)).unbind(1)
+    low.copy_((blocks & 15)[:, at:])
+    high.copy_((blocks >> 4)[:, at:])
 
 
 _READERS: dict[GGMLQuantizationType, Callable[[Tensor, Tensor], None]] = {

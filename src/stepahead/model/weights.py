@@ -13,7 +13,7 @@ import importlib
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -24,15 +24,17 @@ from stepahead.model.blocks import VALUES, block_reader
 from stepahead.model.folder import check_shape, open_folder
 from stepahead.model.fp8 import SCALE
 from stepahead.model.gguf import GGUFFile, GGUFTensor, open_gguf
-from stepahead.model.glm_moe_dsa import GlmMoeDsa
 from stepahead.model.layers import Linear, RMSNorm, Rope
 from stepahead.model.llama import Llama
 from stepahead.model.packed import AS_READ, Packing, pack, pack_linears
 from stepahead.model.sparse_names import sparse_names
 from stepahead.model.spec import ARCHITECTURES, ModelSpec
 
+if TYPE_CHECKING:
+    from stepahead.model.glm_moe_dsa import GlmMoeDsa
+
 DTypeName = Literal["float32", "bfloat16"]
-AnyModel = Llama | GlmMoeDsa
+AnyModel: TypeAlias = "Llama | GlmMoeDsa"
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 # Our module names -> Hugging Face's names of the tensors stacked in it.
@@ -121,6 +123,8 @@ def load_sparse(
 
     Weights in fp8 become `dtype`; a router stays in float32.
     """
+    from stepahead.model.glm_moe_dsa import GlmMoeDsa  # other models start without its modules
+
     model = GlmMoeDsa(spec, drafts=True)
     known = _known(model)
     if not drafts:
