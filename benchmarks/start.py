@@ -99,7 +99,7 @@ def runner_parts(began_s: float, model: str, _: dict[str, Any]) -> Figures:
 
     clock.lap("runner: import torch")
     import stepahead.model.load
-    import stepahead.runner.build  # noqa: F401
+    import stepahead.runner.build
 
     clock.lap("runner: import runner and model")
     torch.set_num_threads(OPTIONS["threads"])
@@ -158,7 +158,9 @@ def measure(model: str, rounds: int, only: str) -> dict[str, Any]:
     for _ in range(rounds):
         for name, options in wanted.items():
             starts[name].append(in_a_process("start", model, options))
-        parts.append({k: v for t in ("server", "runner") for k, v in in_a_process(t, model, {}).items()})
+        parts.append(
+            {k: v for t in ("server", "runner") for k, v in in_a_process(t, model, {}).items()}
+        )
     found = {name: medians(rows) for name, rows in starts.items()}
     for name, rows in starts.items():
         found[name]["first_token_s_lowest"] = round(min(row["first_token_s"] for row in rows), 3)

@@ -78,8 +78,9 @@ def test_the_server_starts_without_what_it_may_never_need() -> None:
 
 
 def test_the_runner_starts_without_what_it_may_never_need() -> None:
-    found = imported_by("import stepahead.executor.worker, stepahead.runner.build\n"
-                        "import stepahead.model.load")
+    found = imported_by(
+        "import stepahead.executor.worker, stepahead.runner.build\nimport stepahead.model.load"
+    )
     assert "torch" in found
     unneeded = {"transformers", "rich", "cyclopts", "starlette", "jinja2", "llguidance"}
     unneeded |= {"tokenizers", "stepahead.device.hostile", "stepahead.device.cuda"}

@@ -4,8 +4,8 @@ It knows the container format; it must not know what a model is, nor import torc
 
 The header is walked here, not by `gguf.GGUFReader`: that one makes a numpy view of every item of
 every list (1.7 s for a vocabulary of 49,152 tokens, which is only gone past here), and it reports a
-file that was cut off as a numpy reshape error without a tensor's name. Block sizes, type numbers and
-dequantisation are the `gguf` package's.
+file that was cut off as a numpy reshape error without a tensor's name.  Block sizes, type numbers
+and dequantisation are the `gguf` package's.
 """
 
 from __future__ import annotations
