@@ -32,6 +32,7 @@ from typing import Any
 
 PROMPT_TOKENS = 128
 OPTIONS: dict[str, Any] = {"max_rows": 32, "max_model_len": 272, "threads": 2}
+SIDES = ("server", "runner")
 Figures = dict[str, float]
 
 
@@ -63,7 +64,7 @@ def held() -> Figures:
 
     found: Figures = {"cpu_s": 0.0}
     server = psutil.Process()
-    for name, one in (("server", server), ("runner", server.children()[0])):
+    for name, one in zip(SIDES, (server, server.children()[0]), strict=True):
         memory = one.memory_full_info()
         found[f"{name}_mb"] = memory.rss / 1e6
         found[f"{name}_own_mb"] = memory.uss / 1e6
@@ -158,9 +159,7 @@ def measure(model: str, rounds: int, only: str) -> dict[str, Any]:
     for _ in range(rounds):
         for name, options in wanted.items():
             starts[name].append(in_a_process("start", model, options))
-        parts.append(
-            {k: v for t in ("server", "runner") for k, v in in_a_process(t, model, {}).items()}
-        )
+        parts.append({k: v for t in SIDES for k, v in in_a_process(t, model, {}).items()})
     found = {name: medians(rows) for name, rows in starts.items()}
     for name, rows in starts.items():
         found[name]["first_token_s_lowest"] = round(min(row["first_token_s"] for row in rows), 3)
@@ -183,14 +182,14 @@ def tables(found: dict[str, Any]) -> list[Any]:
     from rich.table import Table
 
     starts = Table(
-        *("precision", "imported", "engine stands", "first token", "lowest", "processor"),
-        *("server, MB", "of its own", "runner, MB", "of its own"),
-        title=f"{found['model']}: seconds to the first token, medians of {found['rounds']}",
+        *("precision", "imported", "stands", "first token", "lowest", "CPU"),
+        *("server, MB", "runner, MB"),
+        title=f"{found['model']}: seconds, medians of {found['rounds']}; memory (of its own)",
     )
     seconds = ("imported_s", "built_s", "first_token_s", "first_token_s_lowest", "cpu_s")
-    sizes = ("server_mb", "server_own_mb", "runner_mb", "runner_own_mb")
     for name, row in found["starts"].items():
-        cells = [f"{row[key]:.2f}" for key in seconds] + [f"{row[key]:.0f}" for key in sizes]
+        cells = [f"{row[key]:.2f}" for key in seconds]
+        cells += [f"{row[f'{one}_mb']:.0f} ({row[f'{one}_own_mb']:.0f})" for one in SIDES]
         starts.add_row(name, *cells)
     parts = Table("part", "s", title="parts, float32, each alone")
     for name, value in found["parts_s"].items():

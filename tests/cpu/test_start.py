@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import subprocess
 import sys
 import time
@@ -211,3 +212,19 @@ def test_a_pool_is_resident_only_where_something_was_written() -> None:
     assert bool(pool.k[0][:64].all())
     assert not pool.k[0][64:128].any()
     assert pool.k[0].data_ptr() % 64 == 0
+
+
+# --- the benchmark ------------------------------------------------------------------------------
+
+
+def test_the_benchmark_tells_seconds_and_memory_of_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+    start = importlib.import_module("start")
+    found = start.in_a_process("start", "toy", {})
+    assert 0 < found["imported_s"] < found["built_s"] < found["first_token_s"]
+    assert found["server_mb"] >= found["server_own_mb"] > 0
+    assert found["runner_mb"] > found["server_mb"]  # torch is there and not here
+    row = found | {"first_token_s_lowest": found["first_token_s"]}
+    told = {"model": "toy", "rounds": 1, "starts": {"float32": row}, "parts_s": {"torch": 1.0}}
+    starts, parts = start.tables(told)
+    assert (starts.row_count, parts.row_count) == (1, 1)
