@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stepahead.config import DTYPE_BYTES, EngineConfig, ModelFacts, Resolved, resolve
 from stepahead.engine import Engine, limits_of
@@ -29,10 +29,14 @@ from stepahead.scheduler.stop import Vocabulary
 from stepahead.text.texts import Texts, ToyTexts
 from stepahead.text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from stepahead.executor.process import StartedWorker
+
 TOY = "toy"
 TOY_VOCAB = 512
 TOY_MAX_LEN = 4096
 _LOAD = "stepahead.model.load:load"
+_TOY_MODEL = "stepahead.model.toy:ToyModel"
 _TOY_CELL_BYTES = 8
 _TOY_LAYERS = 8
 _DRAFTERS = {
@@ -80,7 +84,26 @@ def build_engine(config: EngineConfig, chat_template: str | None = None) -> Asse
     `chat_template` is a template's text that replaces the model's own.  Raises ConfigError,
     NotEnoughMemory or ModelError; nothing is left running then.
     """
-    return assemble(config, model_parts(config, chat_template))
+    worker = _early_worker(config)
+    try:
+        return assemble(config, model_parts(config, chat_template), worker)
+    except BaseException:
+        if worker is not None:
+            worker.close()
+        raise
+
+
+def _early_worker(config: EngineConfig) -> StartedWorker | None:
+    """The runner's process, which loads torch while this one reads the model's files.
+
+    None where the runner is in this process, or in several.
+    """
+    if config.executor != "process" or config.pipeline_stages > 1:
+        return None
+    from stepahead.executor.process import BUILDER, StartedWorker
+
+    factory = _TOY_MODEL if config.model == TOY else _LOAD
+    return StartedWorker(tuple(name.partition(":")[0] for name in (BUILDER, factory)))
 
 
 def model_parts(config: EngineConfig, chat_template: str | None = None) -> ModelParts:
@@ -152,14 +175,19 @@ def toy_parts(vocab_size: int = TOY_VOCAB, max_len: int = TOY_MAX_LEN) -> ModelP
     )
     options = {"vocab_size": vocab_size, "max_len": max_len}
     part = "stepahead.parallel.pipeline:ToyPart"
-    return ModelParts(facts, texts, "stepahead.model.toy:ToyModel", options, part)
+    return ModelParts(facts, texts, _TOY_MODEL, options, part)
 
 
-def assemble(config: EngineConfig, parts: ModelParts) -> Assembly:
-    """An engine around any model that the runner's process can build from `parts`."""
+def assemble(
+    config: EngineConfig, parts: ModelParts, worker: StartedWorker | None = None
+) -> Assembly:
+    """An engine around any model that the runner's process can build from `parts`.
+
+    `worker` is that process, where it has been started already.
+    """
     resolved = _resolved(config, parts)
     vocabulary = Vocabulary(parts.texts.token_bytes, parts.texts.special_ids)
-    executor, clock_ns = _executor(config.executor, runner_spec(resolved, parts))
+    executor, clock_ns = _executor(config.executor, runner_spec(resolved, parts), worker)
     try:
         engine = Engine(resolved, executor, vocabulary, clock_ns)
     except BaseException:  # memory may be short for its tables, or Ctrl-C may come
@@ -277,7 +305,9 @@ def _eos_ids(spec: ModelSpec, texts: Texts) -> tuple[int, ...]:
     return tuple(token for token in ids if 0 <= token < spec.vocab_size)
 
 
-def _executor(kind: str, spec: RunnerSpec) -> tuple[Executor, Callable[[], int]]:
+def _executor(
+    kind: str, spec: RunnerSpec, worker: StartedWorker | None
+) -> tuple[Executor, Callable[[], int]]:
     """Where the runner is to run, and the clock of the times in its results."""
     if spec.stages > 1:
         from stepahead.executor.pipeline import PipelineExecutor
@@ -286,7 +316,7 @@ def _executor(kind: str, spec: RunnerSpec) -> tuple[Executor, Callable[[], int]]
     if kind == "process":
         from stepahead.executor.process import ProcessExecutor
 
-        return ProcessExecutor(spec), time.perf_counter_ns
+        return ProcessExecutor(spec, worker=worker), time.perf_counter_ns
     # torch comes with these: a host whose runner is a process of its own does without it
     from stepahead.executor.failures import decode_build_failure, encode_build_failure
     from stepahead.executor.inline import InlineExecutor

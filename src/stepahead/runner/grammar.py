@@ -9,17 +9,19 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-from llguidance import LLExecutor, LLMatcher
 from torch import Tensor
 
 from stepahead.grammar import Vocabulary
 from stepahead.grammar.deep import on_deep_stack
 from stepahead.grammar.vocabulary import matcher_of
 from stepahead.structured import Grammar
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 _KEPT = 32  # grammars whose automata are kept for the next request that has the same
 _MAX_REASON_CHARS = 200
@@ -58,6 +60,8 @@ class Matchers:
         self.ended = np.zeros(num_slots, np.bool_)
         self._tokenizer = vocabulary.tokenizer()
         self._end_mask = _mask_of(vocabulary.eos_ids, self.words)
+        from llguidance import LLExecutor  # not before the first grammar
+
         self._executor = LLExecutor(threads)
         self._rows: dict[int, _Row] = {}
         self._fresh: OrderedDict[str, LLMatcher] = OrderedDict()
