@@ -131,6 +131,7 @@ def model_parts(config: EngineConfig, chat_template: str | None = None) -> Model
         whole = ModelParts(facts, texts, _LOAD, options, notes=spec.notes)
         return _sparse_parts(whole, spec, spec.sparse, config)
     options |= {"quantization": config.quantization, "invariant": config.batch_invariant}
+    options["settle_threads"] = config.threads is None and config.pipeline_stages == 1
     part = "stepahead.parallel.pipeline:load_part"
     return ModelParts(facts, texts, _LOAD, options, part, spec.notes)
 
@@ -194,7 +195,8 @@ def assemble(
         executor.close()
         raise
     engine.observer.garbage.freeze()
-    told_settings = (*settings(resolved), *parts.notes, *_pool_note(resolved, parts.groups))
+    notes = (*parts.notes, *_pool_note(resolved, parts.groups), *getattr(executor, "notes", ()))
+    told_settings = (*settings(resolved), *notes)
     return Assembly(engine, parts.texts, resolved, told_settings)
 
 

@@ -129,6 +129,7 @@ class ProcessExecutor:
         """
         self._flights: deque[ProcessFlight] = deque()
         self._enter: Enter = int  # tells nobody
+        self.notes: tuple[str, ...] = ()  # what the runner found out as it loaded the model
         self._closed = False
         self._closing = threading.Lock()  # taken by the first to close, for good
         self._owner = os.getpid()
@@ -239,6 +240,7 @@ class ProcessExecutor:
         kind, payload = self._next_frame()
         if kind == Kind.BUILD_FAILED:
             raise decode_build_failure(payload)
+        self.notes = tuple(payload.decode().splitlines())
 
     def build_failure(self) -> StepaheadError | None:
         """Why the runner could not be built, if the worker has said so by now."""

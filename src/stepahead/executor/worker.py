@@ -85,7 +85,7 @@ def _build(channel: Channel) -> Worker | None:
     except ANSWERED as error:
         channel.send(Kind.BUILD_FAILED, encode_build_failure(error))
         return None
-    channel.send(Kind.READY, b"")
+    channel.send(Kind.READY, "\n".join(runner.notes).encode())
     return Worker(channel, InlineExecutor(runner), stage)
 
 

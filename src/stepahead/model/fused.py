@@ -6,9 +6,11 @@ Knows the model's parts and where a step's pages are; it must not know requests.
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from stepahead.cache.pools import KVPool
 from stepahead.kernels import gemm, rows, step
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
 _ACTIVATIONS = {"silu": rows.SILU, "gelu_tanh": rows.GELU_TANH}
 _ROWS_AT_A_TIME = 64  # buffers grow by
+_TRIALS, _TRIAL_ROWS, _TRIAL_LAYERS = 6, 16, 6
+_CLEARLY = 0.9  # the host may be at work meanwhile
 
 
 class FusedLayers:
@@ -71,6 +75,40 @@ class FusedLayers:
         )
         del held
         return x
+
+    def settle_threads(self) -> str:
+        """Use all of the team's threads, unless a small step is clearly faster with fewer, as on
+        cores that share their units; and say what was seen."""
+        most = self._team.threads
+        times: dict[int, int] = {}
+        for threads in sorted({most, *(max(1, most >> halved) for halved in (1, 2, 3)), 1}):
+            self._team.use(threads)
+            times[threads] = self._trial_ns()
+        best = min(times, key=lambda threads: times[threads])
+        self._team.use(best if times[best] < _CLEARLY * times[most] else most)
+        tried = ", ".join(f"{took / 1e6:.1f} ms with {threads}" for threads, took in times.items())
+        return f"kernels use {self._team.threads} of {most} threads: a trial took {tried}"
+
+    def _trial_ns(self) -> int:
+        """The least time that some layers took for some rows."""
+        spec = self._model.spec
+        took: list[int] = []
+        shape = (2, _TRIAL_ROWS, spec.num_kv_heads, spec.head_dim)
+        pool = KVPool(len(self._layers), *shape, dtype=torch.float32)
+        places = torch.arange(_TRIAL_ROWS)
+        pages = torch.ones(_TRIAL_ROWS, 1, dtype=torch.int64)
+        cells, lengths = places + _TRIAL_ROWS, places + 1
+        inputs = StepInputs(
+            *(places, places, cells, _TRIAL_ROWS, pages, lengths, lengths.numpy(), _TRIAL_ROWS, ())
+        )
+        self._fields[step.LAYERS] = min(_TRIAL_LAYERS, len(self._layers))
+        for _ in range(_TRIALS):
+            x = torch.ones(_TRIAL_ROWS, spec.hidden_size)
+            begin = time.perf_counter_ns()
+            self.run(x, inputs, pool, None)
+            took.append(time.perf_counter_ns() - begin)
+        self._fields[step.LAYERS] = len(self._layers)
+        return min(took)
 
     def _look_at(self, kv: KVPool) -> None:
         if kv is self._pool:

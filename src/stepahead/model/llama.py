@@ -151,15 +151,19 @@ class Llama(nn.Module):
         self.head = Linear(spec.hidden_size, (spec.vocab_size,), fine_sums=False)
         self._fused: FusedLayers | None = None
         self._kv_dtype: torch.dtype | None = None  # the weights' own
+        self.notes: tuple[str, ...] = ()  # what was found out on this machine
 
-    def fuse(self, team: Team, kv_dtype: torch.dtype) -> None:
+    def fuse(self, team: Team, kv_dtype: torch.dtype, settle: bool) -> None:
         """Run all layers as one kernel from now on, where the model's shape allows it; its matrices
-        are laid out for kernels.  `kv_dtype`, float32 or float16, is what new pools are of."""
+        are laid out for kernels.  `kv_dtype`, float32 or float16, is what new pools are of.
+        `settle`: use as many of the team's threads as are fastest."""
         from stepahead.model.fused import FusedLayers  # kernels are compiled at import
 
         if self.spec.fusable and self._weight.dtype == torch.float32:
             self._fused = FusedLayers(self, team)
             self._kv_dtype = kv_dtype
+            if settle and team.threads > 1:
+                self.notes = (self._fused.settle_threads(),)
 
     def forward(self, inputs: StepInputs, kv: KVPool) -> Tensor:
         """Run a step: write its keys and values, return hidden states [T, hidden], normed."""

@@ -190,7 +190,8 @@ def _ready(model: AnyModel, device: str, packing: Packing) -> None:
         model.invariant = packing.invariant
         if packing.team is not None:
             half = packing.quantization != "none"
-            model.fuse(packing.team, torch.float16 if half else torch.float32)
+            kv_dtype = torch.float16 if half else torch.float32
+            model.fuse(packing.team, kv_dtype, packing.settle_threads)
     model.eval()
 
 

@@ -104,6 +104,7 @@ class Runner:
         """`links` are those of a stage; a model in one piece has none."""
         place = device.place
         self._model = model
+        self.notes: tuple[str, ...] = getattr(model, "notes", ())  # what it found out as it loaded
         self._device = device
         self._spec = spec
         self._kv = model.new_kv(spec.num_pages, spec.page_size)
