@@ -286,18 +286,23 @@ def weight_values(spec: ModelSpec, drafts: bool = False) -> int:
 def weight_bytes(spec: ModelSpec, config: EngineConfig) -> int:
     """Bytes of a model without `sparse`.
 
-    On the CPU the head's matrix is laid out for its kernel, and where embeddings are tied to it
-    they are there as well.  These stay as they are where matrices are quantised; blocks of 32 have
-    a scale in int8, and in int4, where the head is in int8, a least value too.
+    Embeddings that are tied to the head are there once, but on a CPU whose kernels can't run the
+    model: there the head is laid out for torch's.  Blocks of 32 weights have a scale in int8, and
+    in int4, where the head is in int8, a least value too.
     """
+    once = spec.tied_head and (config.device == "cuda" or _fused(spec, config))
     width, table = DTYPE_BYTES[config.dtype], spec.vocab_size * spec.hidden_size
     layers = weight_values(spec) - (1 if spec.tied_head else 2) * table
     if config.quantization == "none":
-        tables = 1 if spec.tied_head and config.device == "cuda" else 2
-        return (layers + tables * table) * width
+        return (layers + (1 if once else 2) * table) * width
     sixteenths = {"float16": 32, "int8": 17, "int4": 10}[config.quantization]  # of a byte, a weight
     heads = max(sixteenths, 17)
-    return table * width + (layers * sixteenths + table * heads) // 16
+    return (0 if once else table * width) + (layers * sixteenths + table * heads) // 16
+
+
+def _fused(spec: ModelSpec, config: EngineConfig) -> bool:
+    """Whether the CPU's kernels run all of its layers."""
+    return spec.fusable and config.dtype == "float32"
 
 
 def _eos_ids(spec: ModelSpec, texts: Texts) -> tuple[int, ...]:

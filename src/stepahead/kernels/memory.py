@@ -89,6 +89,6 @@ def to_half(value: Any) -> int:
 
 
 @inner
-def from_half(bits: Any) -> float:
+def from_half(bits: Any) -> Any:
     """The way back."""
     return _half_value(np.int16(bits))

@@ -1,14 +1,15 @@
-"""Matrices into the order in which tile.py reads them, rounded where the format says so."""
+"""Matrices into the order in which tile.py reads them, rounded where the format says so; and single
+channels back out of it."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from stepahead.kernels.jit import entry, inner
-from stepahead.kernels.memory import bytes_at, floats, from_half, int16s, to_half
+from stepahead.kernels.memory import bytes_at, floats, from_half, int16s, int64s, to_half
 from stepahead.kernels.rows import GROUP_OF, UNIT
 from stepahead.kernels.team import meet, take
-from stepahead.kernels.tile import FLOAT32, INT8, PANEL
+from stepahead.kernels.tile import FLOAT16, FLOAT32, INT4, INT8, PANEL
 
 _MOST_INT8, _MOST_INT4 = 127, 15
 
@@ -92,4 +93,56 @@ def pack(
                         _round_int4(here, len(here), scale, stored, channel)
                 else:
                     _copy_float(kind, here, at, channel, 0, len(here))
+    meet(team)
+
+
+@inner
+def _level(kind: int, at: int, scales: int, column: int, channel: int) -> np.float32:
+    """A weight of an integer format: its group at `at`, its place in it `column`."""
+    scale = from_half(int16s(scales, PANEL)[channel]) / np.float32(UNIT)
+    if kind == INT8:
+        stored = bytes_at(at, (column + 2) * PANEL)
+        level = stored[(column // 2) * 2 * PANEL + 2 * channel + column % 2]
+        return np.float32(np.int8(level)) * scale
+    stored = bytes_at(at, (column // 4 + 1) * 2 * PANEL)
+    pair = stored[(column // 4) * 2 * PANEL + 2 * channel + column % 2]
+    bits = pair >> 4 if column % 4 >= 2 else pair & 15
+    least = from_half(int16s(scales + 2 * PANEL, PANEL)[channel]) / np.float32(UNIT)
+    return np.float32(bits) * scale + least
+
+
+@entry("void(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64)")
+def unpack(
+    rank: int,
+    team: int,
+    kind: int,
+    channels: int,
+    count: int,
+    columns: int,
+    groups: int,
+    weights: int,
+    group_bytes: int,
+    scales: int,
+    out: int,
+) -> None:
+    """Of a packed matrix, the channels int64[count] at `channels` as float32[count, columns]."""
+    size = GROUP_OF[kind]
+    scale_bytes = 4 * PANEL if kind == INT4 else 2 * PANEL
+    while True:
+        row = take(team)
+        if row >= count:
+            break
+        wanted = int64s(channels, count)[row]
+        given = floats(out + row * columns * 4, columns)
+        for column in range(columns):
+            place = wanted // PANEL * groups + column // size
+            at, channel, inner_column = weights + place * group_bytes, wanted % PANEL, column % size
+            if kind == FLOAT32:
+                given[column] = floats(at, size * PANEL)[inner_column * PANEL + channel]
+            elif kind == FLOAT16:
+                half = int16s(at, size * PANEL)[inner_column * PANEL + channel]
+                given[column] = from_half(half)
+            else:
+                its = scales + place * scale_bytes
+                given[column] = _level(kind, at, its, inner_column, channel)
     meet(team)

@@ -158,10 +158,13 @@ class Llama(nn.Module):
         are laid out for kernels.  `kv_dtype`, float32 or float16, is what new pools are of.
         `settle`: use as many of the team's threads as are fastest."""
         from stepahead.model.fused import FusedLayers  # kernels are compiled at import
+        from stepahead.model.kernel_linear import KernelLinear, TiedEmbedding
 
         if self.spec.fusable and self._weight.dtype == torch.float32:
             self._fused = FusedLayers(self, team)
             self._kv_dtype = kv_dtype
+            if self.spec.tied_head and isinstance(self.head, KernelLinear):
+                self.add_module("embed", TiedEmbedding(self.head, self.spec.embed_scale))
             if settle and team.threads > 1:
                 self.notes = (self._fused.settle_threads(),)
 
