@@ -41,6 +41,11 @@ class InlineFlight:
             self._executor.fail(self._step, error)
             return True
 
+    @property
+    def unheard(self) -> bool:
+        """As a RunnerFlight's."""
+        return self._flight is not None and self._flight.unheard
+
     def land(self) -> Result:
         """Waits, asleep, for this step's results; StepFailed if it or a step before it failed,
         EngineClosed after `close`, which has taken the device away."""
@@ -111,6 +116,10 @@ class InlineExecutor:
     def now_ns(self) -> int:
         """The clock of the times in results."""
         return self._runner.now_ns()
+
+    def tell_begun(self, begun: Callable[[], None]) -> None:
+        """From now on `begun` is called in each launch that comes as far as the model."""
+        self._runner.tell_begun(begun)
 
     def launch(self, plan: Plan) -> InlineFlight:
         """Returns when the runner's `launch` does; EngineClosed after `close`."""

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 
@@ -133,12 +134,17 @@ class Worker:
         self._output = Aside("stepahead-output")
         self._last_ns = Pauses().last_ns
         self._held: tuple[Held, ...] = ()  # what held it up since the last step
+        # The answer of a step whose tokens matchers have to hear first: told in the shadow of the
+        # next step's forward, which then need not wait for that.
+        self._untold: Callable[[], None] | None = None
+        executor.tell_begun(self._tell)
 
     def run(self) -> None:
         """Returns after a shutdown; EOFError or BrokenPipeError when the host goes without one."""
         while (plan := self._next_plan()) is not None:
             self._step(plan)
             self._tidy()
+        self._tell()
         self._output.close()  # the device is not taken away under a flight
         self._executor.close()
 
@@ -152,13 +158,23 @@ class Worker:
 
     def _step(self, plan: Plan) -> None:
         flight = self._executor.launch(plan)
+        self._tell()  # where the launch failed before its model
         held, self._held = self._held, ()
         while self._output.idle and flight.ready():
+            if flight.unheard and self._channel.wait(0):  # the next plan is there
+                self._untold = partial(self._answer_or_die, plan.step, flight, held)
+                return
             if self._answer(plan.step, flight, held) != "first":
                 return
             self._executor.finish()
         self._output.put(partial(self._answer_or_die, plan.step, flight, held))
         self._executor.finish()
+
+    def _tell(self) -> None:
+        """What was put off goes to the output thread."""
+        untold, self._untold = self._untold, None
+        if untold is not None:
+            self._output.put(untold)
 
     def _tidy(self) -> None:
         """Collects garbage while it is the host's turn; when long due, whoever's turn it is."""

@@ -92,3 +92,9 @@ def to_half(value: Any) -> int:
 def from_half(bits: Any) -> Any:
     """The way back."""
     return _half_value(np.int16(bits))
+
+
+@inner
+def uint32s(address: int, count: int) -> np.ndarray:
+    """uint32[count]."""
+    return carray(_pointer(address), (count,), np.uint32)

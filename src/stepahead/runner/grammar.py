@@ -245,14 +245,19 @@ def as_words(masks: np.ndarray) -> np.ndarray:
     return masks.view(np.int64)
 
 
+def check_width(masks_dev: Tensor, vocab_size: int) -> None:
+    """ValueError for masks [m, words] that don't reach to the last token."""
+    if masks_dev.shape[1] * 32 < vocab_size:
+        raise ValueError(f"masks of {masks_dev.shape[1]} words for {vocab_size} logits")
+
+
 def apply_masks(logits: Tensor, masks_dev: Tensor, rows_dev: Tensor | None = None) -> None:
     """Makes the logits of forbidden tokens -inf, in place.
 
     `logits` float[r, vocab]; `masks_dev` int32[m, words], the masks of the rows `rows_dev`
     int64[m], or of all rows if it is None.
     """
-    if masks_dev.shape[1] * 32 < logits.shape[1]:
-        raise ValueError(f"masks of {masks_dev.shape[1]} words for {logits.shape[1]} logits")
+    check_width(masks_dev, logits.shape[1])
     if rows_dev is None:
         _forbid(logits, masks_dev)
     else:
