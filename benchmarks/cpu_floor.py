@@ -4,13 +4,14 @@ Regime: the shapes of one model (SmolLM2-135M if nothing is said), weights of ev
 of their own, so that a step reads all of them as the real one does; 2 threads; medians of rounds,
 in which all that is measured takes turns, with the lowest and highest.
 
-    rates        copy and read: GB a second of a block of 256 MB copied (bytes read and written), and
-                 added up, by one thread and by all; float32 multiply-add and int16 pairs: 10^9
+    rates        copy and read: GB a second of a block of 256 MB copied (bytes read and written),
+                 and added up, by one thread and by all; float32 multiply-add and int16 pairs: 10^9
                  operations a second of that instruction alone, on registers.  No kernel of ours is
-                 faster: float32 and float16 weights are multiplied by the one, int8 and int4 by the
-                 other
-    products     ms for all matrix products of a step, head included, at 1, 32, 128 and 512 rows, by
-                 each kernel of ours, and of torch's in float32 and int8; one that it has not is named
+                 faster: float32 and float16 weights are multiplied by the one, int8 and int4 by
+                 the other
+    products     ms for all matrix products of a step, head included, at 1, 32, 128 and 512 rows,
+                 by each kernel of ours, and of torch's in float32 and int8; one that it does not
+                 have is named
     GEMM rate    of these, 10^9 operations a second where it is best
     MB, GFLOP    what a step must move: matrices as they are stored, once, and the logits written
                  and read; keys and values of 192 positions a row.  And do: 2 operations a weight
