@@ -30,6 +30,7 @@ from stepahead.model.layers import Linear
 from stepahead.model.spec import ModelSpec
 
 PAGE = 16
+KNOWN = 100  # tokens that any vocabulary has
 CONTEXT = 192  # positions a row: the middle of 128 prompt tokens and 128 new ones
 Product = Callable[[Tensor], Tensor]
 Matrix = tuple[int, int, bool]  # rows, columns, whether it is the head
@@ -309,7 +310,7 @@ def decode_step(rows: int, num_pages: int) -> StepInputs:
     pages = 1 + torch.randperm(num_pages - 1)[: rows * width].view(rows, width)
     lens = torch.full((rows,), CONTEXT)
     return StepInputs(
-        token_ids_dev=torch.randint(0, 1000, (rows,)),
+        token_ids_dev=torch.randint(0, KNOWN, (rows,)),
         positions_dev=lens - 1,
         cells_dev=pages[:, -1] * PAGE + PAGE - 1,
         n_decode=rows,

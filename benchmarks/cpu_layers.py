@@ -35,6 +35,7 @@ import numpy as np
 import torch
 from cpu_kernels import (
     KERNELS,
+    KNOWN,
     OURS_BY_PRECISION,
     PAGE,
     Attention,
@@ -136,7 +137,7 @@ def prompt_step(prompts: list[list[int]]) -> StepInputs:
 
 def steps() -> dict[str, StepInputs]:
     """What is timed."""
-    prompts = [torch.randint(0, 1000, (PROMPT,)).tolist() for _ in range(4)]
+    prompts = [torch.randint(0, KNOWN, (PROMPT,)).tolist() for _ in range(4)]
     return {
         "batch 1": decode_step(1, 512),
         "batch 32": decode_step(32, 512),
@@ -177,13 +178,13 @@ def profile(model: Llama, inputs: StepInputs) -> list[tuple[str, int, float]]:
 # --- quality ----------------------------------------------------------------------------------
 
 
-def token_windows(path: Path, size: int = WINDOW) -> Iterator[list[int]]:
-    """The texts' tokens in stretches of `size`."""
+def token_windows(path: Path) -> Iterator[list[int]]:
+    """The texts' tokens in stretches of WINDOW."""
     tokenizer = Tokenizer.load(str(path), None)
     for text in TEXTS:
         ids = tokenizer.encode(text.read_text(encoding="utf-8"))
         first = ids[:1] if ids[0] == tokenizer.bos_id else []  # each stretch is a text of its own
-        room = size - len(first)
+        room = WINDOW - len(first)
         yield from (first + ids[at : at + room] for at in range(len(first), len(ids) - 1, room))
 
 

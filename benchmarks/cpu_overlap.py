@@ -6,9 +6,9 @@ lives through all turns; loops, and 1 and 32 rows, take turns.  In a turn all ro
 past their prefill; its figure is the mean of its steady steps, and what is told is the median of
 the turns' figures, with the lowest and highest.
 
-    step          ms from one step's outputs to the next one's
-    forward       ms that the runner was busy in it, by the books: samplers included, as what comes
-                  behind a forward is the CPU's as well
+    step          ms from the end of a step in the runner to the end of the next one, by the books
+    forward       ms of these that the runner was busy: samplers included, as what comes behind a
+                  forward is the CPU's as well
     idle          ms that it stood still between steps, by cause; `host` the work of ours that fell
                   into it
     of forward    the step, divided by the forward of the same turn.  Goal under overlap: 1.03
@@ -27,12 +27,12 @@ import argparse
 import json
 import os
 import sys
-import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from peer_figures import Spread
 from peer_jobs import MODELS, ROOT, Text, model_of, our_precisions
 from peers import MODEL
@@ -42,6 +42,7 @@ from rich.table import Table
 from stepahead.assemble import ModelParts, assemble, model_parts
 from stepahead.config import EngineConfig
 from stepahead.engine import Engine
+from stepahead.observe.books import StepBooks
 from stepahead.types import SamplingParams
 
 LOOPS = ("serial", "overlap")
@@ -83,16 +84,32 @@ def turn(engine: Engine, prompts: list[list[int]], steps: int) -> Turn:
     params = SamplingParams(temperature=0.0, max_tokens=WARM + steps + WARM, ignore_eos=True)
     rids = [engine.add(ids, params)[0] for ids in prompts]
     came(engine, WARM * rows)
-    mark, began_ns = engine.books.mark(), time.perf_counter_ns()
+    before = engine.books.summary().steps
     came(engine, steps * rows)
-    elapsed_ns, books = time.perf_counter_ns() - began_ns, engine.books.summary(mark)
+    after = engine.books.summary().steps
     for rid in rids:
         engine.abort(rid)
     while engine.has_work:
         engine.step()
-    idle_ms = {cause: ns / 1e6 / steps for cause, ns in books.idle_ns.items() if ns}
-    each_ms = (ns / 1e6 / steps for ns in (elapsed_ns, books.busy_ns, books.exposed_ns))
-    return Turn(*each_ms, idle_ms)
+    # now all have landed, so that each one's window is known to its end
+    books, total = engine.books.per_step(), engine.books.summary().steps
+    first, end = (len(books.step) - total + count for count in (before, after))
+    return of_windows(books, slice(first, end))
+
+
+def of_windows(books: StepBooks, steady: slice) -> Turn:
+    """Means of some steps' windows."""
+
+    def mean_ms(each_ns: np.ndarray) -> float:
+        return float(each_ns[steady].mean()) / 1e6
+
+    idle_ms = {cause: mean_ms(each_ns) for cause, each_ns in books.idle_ns.items()}
+    return Turn(
+        mean_ms(books.wall_ns),
+        mean_ms(books.busy_ns),
+        mean_ms(books.exposed_ns),
+        {cause: value for cause, value in idle_ms.items() if value},
+    )
 
 
 def came(engine: Engine, tokens: int) -> None:
