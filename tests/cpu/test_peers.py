@@ -193,6 +193,7 @@ def test_sigterm_ends_engines_that_wait_and_one_that_is_being_built(tmp_path: Pa
     command += ["--folder", str(tmp_path), "--only", "llama.cpp F32", "llama.cpp Q8_0"]
     env = os.environ | {"HANGS": "Q8_0", "PYTHONPATH": str(BENCHMARKS.parent / "src")}
     process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE)
+    engines: list[psutil.Process] = []
     try:
         log, seen = tmp_path / "llama.cpp Q8_0.log", psutil.Process(process.pid)
         while not (log.exists() and "it hangs" in log.read_text("utf-8")):
@@ -202,10 +203,11 @@ def test_sigterm_ends_engines_that_wait_and_one_that_is_being_built(tmp_path: Pa
         assert len(engines) >= 2
         process.terminate()
         process.communicate(timeout=60)
+        assert process.returncode == 128 + signal.SIGTERM
+        assert not any(engine.is_running() for engine in engines)
     finally:
-        process.kill()
-    assert process.returncode == 128 + signal.SIGTERM
-    assert not any(engine.is_running() for engine in engines)
+        for one in (process, *(engine for engine in engines if engine.is_running())):
+            one.kill()
 
 
 # --- figures ------------------------------------------------------------------------------------
