@@ -62,6 +62,7 @@ from stepahead.model.spec import ModelSpec, read_spec
 ROWS = (1, 32, 128)
 RATE_ROWS = 512
 BLOCK_BYTES = 256 << 20
+PROMPT, NEW = 128, 64  # tokens: the first rows must not end before the last prompt is computed
 TURNS = 5_000_000  # of an instruction's loop: some tenths of a second
 INSTRUCTION = dict(
     zip(OURS_BY_PRECISION, ["float32 multiply-add"] * 2 + ["int16 pairs"] * 2, strict=True)
@@ -147,7 +148,7 @@ def our_steps_ms(model: Path, folder: Path, threads: int, rounds: int) -> By:
     for name in OURS_BY_PRECISION:
         told(f"{OURS} {name}")
         options = our_precisions()[name]
-        job = Job(OURS, str(model), name, options, threads, max(ROWS), CONTEXT, str(folder))
+        job = Job(OURS, str(model), name, options, threads, max(ROWS), PROMPT + NEW, str(folder))
         worker = Worker(job, Path(sys.executable), folder / f"floor {name}.log")
         try:
             found[name] = {rows: step_ms(worker, text, rows, rounds) for rows in ROWS}
@@ -158,8 +159,8 @@ def our_steps_ms(model: Path, folder: Path, threads: int, rounds: int) -> By:
 
 def step_ms(worker: Worker, text: Text, rows: int, rounds: int) -> Spread:
     """Of runs one after the other, each the median of its steps."""
-    prompts = text.prompts(Size(rounds, rows, prompt_tokens=128, new_tokens=24))
-    runs = [ask_run(worker, prompts, 24) for _ in range(rounds)]
+    size = Size(rounds, rows, PROMPT, NEW)
+    runs = [ask_run(worker, text.prompts(size), NEW) for _ in range(rounds)]
     return Spread.of([statistics.median(decode_steps_s(run, rows)) * 1e3 for run in runs])
 
 
