@@ -36,6 +36,7 @@ TOY = "toy"
 TOY_VOCAB = 512
 TOY_MAX_LEN = 4096
 _LOAD = "stepahead.model.load:load"
+_KERNELS = ("stepahead.model.kernel_linear", "stepahead.model.fused")
 _TOY_MODEL = "stepahead.model.toy:ToyModel"
 _TOY_CELL_BYTES = 8
 _TOY_LAYERS = 8
@@ -102,8 +103,9 @@ def _early_worker(config: EngineConfig) -> StartedWorker | None:
         return None
     from stepahead.executor.process import BUILDER, StartedWorker
 
-    factory = _TOY_MODEL if config.model == TOY else _LOAD
-    return StartedWorker(tuple(name.partition(":")[0] for name in (BUILDER, factory)))
+    names = (BUILDER, _TOY_MODEL if config.model == TOY else _LOAD)
+    kernels = _KERNELS if config.model != TOY and config.device != "cuda" else ()
+    return StartedWorker((*(name.partition(":")[0] for name in names), *kernels))
 
 
 def model_parts(config: EngineConfig, chat_template: str | None = None) -> ModelParts:

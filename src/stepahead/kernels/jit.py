@@ -8,6 +8,7 @@ itself looks at the file of the entry alone, and would run an older copy of what
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ import numba
 # gives the same bits in every call.  NaN and infinity keep their meaning.
 _FAST = {"reassoc", "contract", "nsz", "arcp"}
 _OPTIONS: dict[str, Any] = {"nogil": True, "fastmath": _FAST, "error_model": "numpy"}
+_LOG = logging.getLogger("stepahead")
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 # what it gives is called like what it took
@@ -39,8 +41,10 @@ def entry(signature: str) -> Callable[[_Function], _Function]:
     """
 
     def compiled(function: _Function) -> _Function:
+        folder = _cache_folder()
+        _say_if_new(folder)
         before = numba.config.CACHE_DIR  # type: ignore[attr-defined]  # set when numba is imported
-        numba.config.CACHE_DIR = _cache_folder()  # type: ignore[attr-defined]
+        numba.config.CACHE_DIR = folder  # type: ignore[attr-defined]
         try:
             return _njit(signature, cache=True, **_OPTIONS)(function)
         except RuntimeError:  # there is no folder to write to: each process compiles for itself
@@ -51,9 +55,9 @@ def entry(signature: str) -> Callable[[_Function], _Function]:
     return compiled
 
 
-def compiled_before() -> bool:
-    """Whether these sources have a cache; without one, compiling them takes a while."""
-    return Path(_cache_folder()).exists()
+def _say_if_new(folder: str) -> None:
+    if not Path(folder).exists():
+        _LOG.warning("stepahead: compiling kernels for this CPU, once; some 20 s of one core")
 
 
 def _cache_folder() -> str:

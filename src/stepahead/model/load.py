@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-
 import torch
 
-from stepahead.kernels.jit import compiled_before
 from stepahead.kernels.team import Team
 from stepahead.model.packed import AS_READ, Packing, Quantization
 from stepahead.model.spec import read_spec
 from stepahead.model.weights import AnyModel, DTypeName, load_model, load_sparse
-
-_LOG = logging.getLogger("stepahead")
 
 
 def load(
@@ -46,6 +41,4 @@ def packing_for(
     bfloat16 as it was read."""
     if device != "cpu" or (dtype != "float32" and quantization == "none"):
         return AS_READ
-    if not compiled_before():
-        _LOG.warning("stepahead: compiling kernels for this CPU, once; some 20 s of one core")
     return Packing(quantization, invariant, Team(torch.get_num_threads()), settle_threads)
