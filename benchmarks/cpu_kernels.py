@@ -211,6 +211,9 @@ _COUNT, _HEADS, _KV_HEADS, _HEAD_DIM, _PAGE_SIZE, _WINDOW = range(6)
 _Q, _K, _V, _TABLES, _LENGTHS, _SCRATCH, _SCRATCH_BYTES, _OUT = range(6, 14)
 
 
+_FLOAT32_SIZE = 4
+
+
 @entry("void(int64, int64, int64[::1], float64)")
 def attention(rank: int, team: int, given: np.ndarray, scale: float) -> None:
     """Of one layer's decode rows, as a step shares it out."""
@@ -225,6 +228,7 @@ def attention(rank: int, team: int, given: np.ndarray, scale: float) -> None:
         begin = max(0, lengths[row] - given[_WINDOW]) if given[_WINDOW] else 0
         offset = (row * given[_HEADS] + head * group) * head_bytes
         attend(
+            _FLOAT32_SIZE,
             given[_Q] + offset,
             group,
             given[_HEAD_DIM],

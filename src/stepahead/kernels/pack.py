@@ -3,6 +3,8 @@ channels back out of it."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from stepahead.kernels.jit import entry, inner
@@ -11,7 +13,11 @@ from stepahead.kernels.rows import GROUP_OF, UNIT
 from stepahead.kernels.team import meet, take
 from stepahead.kernels.tile import FLOAT16, FLOAT32, INT4, INT8, PANEL
 
+Number = Any  # float32, in numpy's words or in numba's
+
 _MOST_INT8, _MOST_INT4 = 127, 15
+_TRIALS, _TRIAL_LEVELS = 9, 0.25  # of the levels that a group's numbers are spread over, from 14 on
+_AS_GOOD_AS_EQUAL = 1e-2  # of a group's distance, in steps squared: float16's own rounding
 
 
 @inner
@@ -42,18 +48,73 @@ def _round_int8(w: np.ndarray, size: int, scale: np.ndarray, out: np.ndarray, ch
 
 
 @inner
-def _round_int4(w: np.ndarray, size: int, scale: np.ndarray, out: np.ndarray, channel: int) -> None:
+def _int4(value: Number, per_step: Number, low: Number) -> Number:
+    """The nearest of 16 levels."""
+    level = np.rint((value - low) * per_step)
+    return min(max(level, np.float32(0)), np.float32(_MOST_INT4))
+
+
+@inner
+def _distance(w: np.ndarray, size: int, step: Number, low: Number) -> Number:
+    """How far rounded numbers are from `w`, squared; step and low as float16 has them."""
+    step = from_half(to_half(step * np.float32(UNIT))) / np.float32(UNIT)
+    low = from_half(to_half(low * np.float32(UNIT))) / np.float32(UNIT)
+    per_step = np.float32(1) / step if step > 0 else np.float32(0)
+    total = np.float32(0)
+    for at in range(size):
+        apart = _int4(w[at], per_step, low) * step + low - w[at]
+        total += apart * apart
+    return total
+
+
+@inner
+def _fitted(w: np.ndarray, size: int, per_step: Number, low: Number) -> tuple[Number, Number]:
+    """The step and the least value that bring levels rounded by these two nearest to `w`."""
+    levels, squares = np.float32(0), np.float32(0)
+    numbers, products = np.float32(0), np.float32(0)
+    for at in range(size):
+        level = _int4(w[at], per_step, low)
+        levels, squares = levels + level, squares + level * level
+        numbers, products = numbers + w[at], products + level * w[at]
+    count = np.float32(size)
+    spread = count * squares - levels * levels
+    if spread <= 0:
+        return np.float32(0), low
+    step = (count * products - numbers * levels) / spread
+    return step, (squares * numbers - levels * products) / spread
+
+
+@inner
+def _int4_steps(w: np.ndarray, size: int) -> tuple[Number, Number]:
+    """Step and least value of a group: from its least number to its largest, as weights have it
+    that were rounded so before, or what some trials find to be nearer."""
     low, high = w[0], w[0]
     for at in range(size):
         low, high = min(low, w[at]), max(high, w[at])
-    half_step = to_half(np.float32((high - low) * np.float32(UNIT / _MOST_INT4)))
-    half_low = to_half(np.float32(low * np.float32(UNIT)))
-    scale[channel], scale[PANEL + channel] = half_step, half_low
-    step = from_half(half_step) / np.float32(UNIT)
-    low = from_half(half_low) / np.float32(UNIT)
+    best_low, best_step = low, (high - low) / np.float32(_MOST_INT4)
+    nearest = _distance(w, size, best_step, best_low)
+    if nearest <= np.float32(_AS_GOOD_AS_EQUAL) * best_step * best_step:
+        return best_step, best_low
+    for trial in range(_TRIALS):
+        levels = np.float32(_MOST_INT4 - 1 + trial * _TRIAL_LEVELS)
+        step, least = _fitted(w, size, levels / (high - low), low)
+        if step > 0:
+            apart = _distance(w, size, step, least)
+            if apart < nearest:
+                nearest, best_step, best_low = apart, step, least
+    return best_step, best_low
+
+
+@inner
+def _round_int4(w: np.ndarray, size: int, scale: np.ndarray, out: np.ndarray, channel: int) -> None:
+    step, low = _int4_steps(w, size)
+    scale[channel] = to_half(step * np.float32(UNIT))
+    scale[PANEL + channel] = to_half(low * np.float32(UNIT))
+    step = from_half(scale[channel]) / np.float32(UNIT)
+    low = from_half(scale[PANEL + channel]) / np.float32(UNIT)
+    per_step = np.float32(1) / step if step > 0 else np.float32(0)
     for at in range(size):
-        level = np.rint((w[at] - low) / step) if step > 0 else np.float32(0)
-        bits = np.int64(min(max(level, np.float32(0)), np.float32(_MOST_INT4)))
+        bits = np.int64(_int4(w[at], per_step, low))
         place = (at // 4) * 2 * PANEL + 2 * channel + at % 2
         out[place] |= np.uint8(bits << 4 if at % 4 >= 2 else bits)
 

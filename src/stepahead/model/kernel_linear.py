@@ -129,7 +129,10 @@ class Inputs:
 
 def _refuse_large(weight: Tensor, quantization: str) -> None:
     most = _MOST.get(quantization)
-    if most is not None and not weight.abs().amax() <= most:
+    if most is None:
+        return
+    low, high = weight.aminmax()
+    if not (-most <= low and high <= most):  # NaN is refused as well
         raise UnsupportedModel(
             f"quantization={quantization}: the model has weights beyond {most:g}; use "
             "quantization=none"
