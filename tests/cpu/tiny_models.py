@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import random
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,10 @@ from transformers import (
     Qwen3Config,
 )
 
+import stepahead.model.kernel_linear  # compiled here, while tests are collected, and not in one
+from stepahead.kernels.team import Team
 from stepahead.model.batch import ChunkRow, StepInputs
+from stepahead.model.packed import Packing, Quantization
 
 torch.set_num_threads(1)  # at this size a second thread only waits, longest on a busy machine
 PAGE_SIZE = 4
@@ -45,6 +49,17 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
     "bos_token_id": 1,
 }
+
+
+@cache
+def team(threads: int = 1) -> Team:
+    """The tests' threads for kernels: one team of each size for all tests of a process."""
+    return Team(threads)
+
+
+def laid_out(quantization: Quantization = "none", threads: int = 1) -> Packing:
+    """Matrices for kernels, which this team runs."""
+    return Packing(quantization, team=team(threads))
 
 
 def make_reference(family: str, **config: Any) -> PreTrainedModel:
