@@ -1,4 +1,4 @@
-"""Threads that share a kernel's work: each piece once, nobody ahead of the others, none left over."""
+"""Threads that share a kernel's work: each piece once, nobody ahead, no thread left over."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_each_piece_is_taken_once(threads: int, pieces: int, late: int) -> None:
 
 @inner
 def looking(rank: int, team: int, rounds: int, said: np.ndarray, heard: np.ndarray) -> None:
-    """In each round one thread is far behind; all say the round, meet, and look at what was said."""
+    """In each round one thread is late; all say the round, meet, and look at what was said."""
     threads = len(said)
     for turn in range(rounds):
         idle = 0.0

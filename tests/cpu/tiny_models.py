@@ -24,8 +24,8 @@ from transformers import (
     Qwen3Config,
 )
 
-import stepahead.model.kernel_linear  # compiled here, while tests are collected, and not in one
 from stepahead.kernels.team import Team
+from stepahead.model import kernel_linear  # noqa: F401  compiled at collection, not in a test
 from stepahead.model.batch import ChunkRow, StepInputs
 from stepahead.model.packed import Packing, Quantization
 
