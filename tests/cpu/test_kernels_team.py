@@ -87,7 +87,7 @@ def test_a_team_let_go_ends_its_threads(threads: int) -> None:
     del gone
     gc.collect()
     for thread in own:
-        thread.join(60)
+        thread.join(30)
     assert not any(thread.is_alive() for thread in own)
 
 
