@@ -14,8 +14,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from teams import team
 from test_kernels_rows import near_steps
-from tiny_models import team
 from torch import Tensor, nn
 
 from stepahead.errors import UnsupportedModel

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import team
+from teams import team
 
 import stepahead.kernels
 from stepahead.kernels.jit import inner

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import Pages, laid_out, make_reference, random_ids, save, team
+from teams import team
+from tiny_models import Pages, laid_out, make_reference, random_ids, save
 from torch import Tensor, nn
 
 from stepahead.assemble import weight_bytes, weight_values

@@ -17,7 +17,8 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from tiny_models import laid_out, make_reference, reference_logits, save, smollm2_path, team
+from teams import team
+from tiny_models import laid_out, make_reference, reference_logits, save, smollm2_path
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import random
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from teams import team
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -24,7 +24,6 @@ from transformers import (
     Qwen3Config,
 )
 
-from stepahead.kernels.team import Team
 from stepahead.model import kernel_linear  # noqa: F401  compiled at collection, not in a test
 from stepahead.model.batch import ChunkRow, StepInputs
 from stepahead.model.packed import Packing, Quantization
@@ -49,12 +48,6 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
     "bos_token_id": 1,
 }
-
-
-@cache
-def team(threads: int = 1) -> Team:
-    """The tests' threads for kernels: one team of each size for all tests of a process."""
-    return Team(threads)
 
 
 def laid_out(quantization: Quantization = "none", threads: int = 1) -> Packing:
