@@ -4,15 +4,22 @@ Regime: the shapes of one model (SmolLM2-135M if nothing is said), weights of ev
 of their own, so that a step reads all of them as the real one does; 2 threads; medians of rounds,
 in which all that is measured takes turns, with the lowest and highest.
 
-    copy, read      GB a second: a block of 256 MB copied (bytes read and written), and added up
-    linear layers   ms for all matrix products of a step, head included, at 1, 32 and 128 rows, by
-                    each kernel that torch has here; a kernel that it has not is named
-    GEMM rate       the best of these, 512 rows included, in 10^9 operations a second
-    bytes           that a step must move: its weights once, keys and values of 192 positions a row,
-                    the logits written and read
-    operations      that it must do: 2 a weight and row, 4 a number of the keys and row
-    floor           the longer of bytes at the read rate and operations at the GEMM rate
-    step            ours, as peers.py measures it: the offline engine, 128 prompt tokens a row
+    rates        copy and read: GB a second of a block of 256 MB copied (bytes read and written),
+                 and added up, by one thread and by all; float32 multiply-add and int16 pairs: 10^9
+                 operations a second of that instruction alone, on registers.  No kernel of ours is
+                 faster: float32 and float16 weights are multiplied by the one, int8 and int4 by
+                 the other
+    products     ms for all matrix products of a step, head included, at 1, 32, 128 and 512 rows,
+                 by each kernel of ours, and of torch's in float32 and int8; one that it does not
+                 have is named
+    GEMM rate    of these, 10^9 operations a second where it is best
+    MB, GFLOP    what a step must move: matrices as they are stored, once, and the logits written
+                 and read; keys and values of 192 positions a row.  And do: 2 operations a weight
+                 and row, 4 a number of the keys, row and head
+    floor        of matrices, the longer of bytes at the read rate and operations at their
+                 instruction's; of attention the same in float32; both added up
+    ours         matrices and attention alone, and the step as peers.py measures it: the offline
+                 engine, 128 prompt tokens a row.  What the parts do not explain is left over
 
 Prints tables and, last, one JSON line.
 """
@@ -30,105 +37,37 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cpu_kernels import (
+    CONTEXT,
+    INSTRUCTIONS,
+    KERNELS,
+    OURS_BY_PRECISION,
+    Attention,
+    Products,
+    inputs_of,
+    instructions,
+    matrices,
+    stored_bytes,
+)
 from peer_figures import OURS, Spread, decode_steps_s
-from peer_process import Job, Worker
-from peers import ROOT, TEXT, Size, ask_run, default_model, our_precisions, prompts_of, told
+from peer_jobs import MODELS, ROOT, Size, Text, model_of, our_precisions
+from peer_process import Job, Worker, end_on_sigterm
+from peers import MODEL, ask_run, told
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
-from torch.nn import functional as F
 
+from stepahead.kernels.team import Team
 from stepahead.model.spec import ModelSpec, read_spec
-from stepahead.text import Tokenizer
 
 ROWS = (1, 32, 128)
 RATE_ROWS = 512
-CONTEXT = 192  # in the middle of 128 prompt tokens and 128 new ones
 BLOCK_BYTES = 256 << 20
-WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
-Product = Callable[[Tensor], Tensor]
-
-
-# --- kernels ------------------------------------------------------------------------------------
-
-
-def plain_float32(weight: Tensor) -> Product:
-    return lambda x: F.linear(x, weight)
-
-
-def packed_float32(weight: Tensor) -> Product:
-    return _packed(weight)
-
-
-def plain_bfloat16(weight: Tensor) -> Product:
-    narrow = weight.bfloat16()
-    return lambda x: F.linear(x.bfloat16(), narrow)
-
-
-def packed_bfloat16(weight: Tensor) -> Product:
-    product = _packed(weight.bfloat16())
-    return lambda x: product(x.bfloat16())
-
-
-def _packed(weight: Tensor) -> Product:
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
-    return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
-
-
-def onednn_int8(weight: Tensor) -> Product:
-    """Activations in int8 too; making them so is not counted."""
-    scales = weight.abs().amax(1) / 127
-    narrow = (weight / scales[:, None]).round().to(torch.int8)
-    packed = torch.ops.onednn.qlinear_prepack(narrow, None)
-    zeros = torch.zeros(len(scales), dtype=torch.int64)
-    shared = (packed, scales, zeros, None, 1.0, 0, torch.float32, "none", [], "")
-    return lambda x: torch.ops.onednn.qlinear_pointwise(x.to(torch.int8), 0.02, 0, *shared)
-
-
-def int8_weights_only(weight: Tensor) -> Product:
-    scales = weight.abs().amax(1) / 127
-    narrow = (weight / scales[:, None]).round().to(torch.int8)
-    return lambda x: torch.ops.aten._weight_int8pack_mm(x, narrow, scales)
-
-
-KERNELS: dict[str, tuple[str, Callable[[Tensor], Product]]] = {
-    "F.linear float32": ("float32", plain_float32),
-    "oneDNN float32": ("float32", packed_float32),
-    "F.linear bfloat16": ("bfloat16", plain_bfloat16),
-    "oneDNN bfloat16": ("bfloat16", packed_bfloat16),
-    "oneDNN int8": ("int8", onednn_int8),
-    "int8 weights only": ("int8", int8_weights_only),
-}
-
-
-@dataclass(frozen=True)
-class Layers:
-    """All products of a step with one kernel."""
-
-    kernel: str
-    precision: str
-    products: list[tuple[int, Product]]  # with their columns
-
-    def run(self, inputs: dict[int, Tensor]) -> None:
-        for columns, product in self.products:
-            product(inputs[columns])
-
-
-def shapes(spec: ModelSpec) -> list[tuple[int, int]]:
-    """(rows, columns) of every matrix, in the order of a step."""
-    q, kv = (heads * spec.head_dim for heads in (spec.num_heads, spec.num_kv_heads))
-    hidden, inner = spec.hidden_size, spec.intermediate_size
-    layer = [(q + 2 * kv, hidden), (hidden, q), (2 * inner, hidden), (hidden, inner)]
-    return layer * spec.num_layers + [(spec.vocab_size, hidden)]
-
-
-def build(kernel: str, sizes: list[tuple[int, int]]) -> Layers:
-    """Weights and products; RuntimeError and the like where torch can't."""
-    precision, make = KERNELS[kernel]
-    products = [(columns, make(torch.randn(rows, columns))) for rows, columns in sizes]
-    layers = Layers(kernel, precision, products)
-    layers.run({columns: torch.randn(2, columns) for _, columns in sizes})
-    return layers
+PROMPT, NEW = 128, 64  # tokens: the first rows must not end before the last prompt is computed
+TURNS = 5_000_000  # of an instruction's loop: some tenths of a second
+INSTRUCTION = dict(
+    zip(OURS_BY_PRECISION, ["float32 multiply-add"] * 2 + ["int16 pairs"] * 2, strict=True)
+)
+By = dict[str, dict[int, Spread]]  # ms, by what and by rows
 
 
 # --- measuring ----------------------------------------------------------------------------------
@@ -140,67 +79,88 @@ def timed_s(work: Callable[[], Any]) -> float:
     return time.perf_counter() - began_s
 
 
-def memory_rates(rounds: int) -> dict[str, Spread]:
-    """GB a second."""
+def memory_rates(threads: int, rounds: int) -> dict[str, Spread]:
+    """GB a second, by what and by how many threads."""
     block = torch.ones(BLOCK_BYTES // 4)
     target = torch.empty_like(block)
     target.copy_(block)
-    copies, reads = [], []
+    found: dict[str, list[float]] = {}
     for _ in range(rounds):
-        copies.append(2 * BLOCK_BYTES / timed_s(lambda: target.copy_(block)) / 1e9)
-        reads.append(BLOCK_BYTES / timed_s(block.sum) / 1e9)
-    return {"copy": Spread.of(copies), "read": Spread.of(reads)}
+        for count in sorted({1, threads}):
+            torch.set_num_threads(count)
+            copied_s, read_s = timed_s(lambda: target.copy_(block)), timed_s(block.sum)
+            found.setdefault(f"copy, {count}", []).append(2 * BLOCK_BYTES / copied_s / 1e9)
+            found.setdefault(f"read, {count}", []).append(BLOCK_BYTES / read_s / 1e9)
+    torch.set_num_threads(threads)
+    return {name: Spread.of(values) for name, values in found.items()}
 
 
-def linear_layers(
-    spec: ModelSpec, rounds: int
-) -> tuple[dict[str, dict[int, Spread]], dict[str, str]]:
+def instruction_rates(threads: int, rounds: int) -> dict[str, Spread]:
+    """10^9 operations a second, by instruction and by how many threads."""
+    teams = {count: Team(count) for count in sorted({1, threads})}
+    found: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        for kind in INSTRUCTIONS:
+            for count, team in teams.items():
+                began_s = time.perf_counter()
+                operations = instructions(kind, team, TURNS)
+                rate = operations / (time.perf_counter() - began_s) / 1e9
+                found.setdefault(f"{kind}, {count}", []).append(rate)
+    return {name: Spread.of(values) for name, values in found.items()}
+
+
+def product_times(spec: ModelSpec, team: Team, rounds: int) -> tuple[By, dict[str, str]]:
     """ms of all products by kernel and rows, and why some kernels are not there."""
-    sizes = shapes(spec)
-    built: list[Layers] = []
+    built: dict[str, Products] = {}
     absent: dict[str, str] = {}
     for kernel in KERNELS:
         try:
-            built.append(build(kernel, sizes))
+            built[kernel] = Products.of(kernel, spec, team)
         except (RuntimeError, NotImplementedError, AttributeError) as error:
             absent[kernel] = str(error).strip().splitlines()[0][:200]
-    times_ms: dict[str, dict[int, list[float]]] = {
-        layers.kernel: {rows: [] for rows in (*ROWS, RATE_ROWS)} for layers in built
-    }
+    times_ms: dict[str, dict[int, list[float]]] = {kernel: {} for kernel in built}
     for _ in range(rounds):
         for rows in (*ROWS, RATE_ROWS):
-            inputs = {columns: torch.randn(rows, columns) for _, columns in sizes}
-            for layers in built:
-                took_s = timed_s(lambda layers=layers, inputs=inputs: layers.run(inputs))
-                times_ms[layers.kernel][rows].append(took_s * 1e3)
-    spreads = {
+            inputs = inputs_of(spec, rows)
+            for kernel, products in built.items():
+                took_s = timed_s(lambda products=products, inputs=inputs: products.run(inputs))
+                times_ms[kernel].setdefault(rows, []).append(took_s * 1e3)
+    return {
         kernel: {rows: Spread.of(values) for rows, values in by_rows.items()}
         for kernel, by_rows in times_ms.items()
-    }
-    return spreads, absent
+    }, absent
 
 
-def our_steps_ms(model: Path, folder: Path, threads: int, rounds: int) -> dict[str, Any]:
+def attention_times(spec: ModelSpec, team: Team, rounds: int) -> dict[int, Spread]:
+    """ms of ours in all layers, by rows."""
+    made = {rows: Attention(spec, rows, team) for rows in ROWS}
+    times_ms: dict[int, list[float]] = {rows: [] for rows in ROWS}
+    for _ in range(rounds):
+        for rows, attention in made.items():
+            times_ms[rows].append(timed_s(attention.ours) * 1e3)
+    return {rows: Spread.of(values) for rows, values in times_ms.items()}
+
+
+def our_steps_ms(model: Path, folder: Path, threads: int, rounds: int) -> By:
     """Of each precision that is in the table, by rows."""
-    ids = Tokenizer.load(model).encode(TEXT.read_text("utf-8"))
-    found: dict[str, dict[int, Spread]] = {}
-    for name, options in our_precisions().items():
-        if name not in WEIGHT_BYTES:
-            continue
+    text = Text.of(model)
+    found: By = {}
+    for name in OURS_BY_PRECISION:
         told(f"{OURS} {name}")
-        job = Job(OURS, str(model), name, options, threads, max(ROWS), 192, str(folder))
+        options = our_precisions()[name]
+        job = Job(OURS, str(model), name, options, threads, max(ROWS), PROMPT + NEW, str(folder))
         worker = Worker(job, Path(sys.executable), folder / f"floor {name}.log")
         try:
-            found[name] = {rows: step_ms(worker, ids, rows, rounds) for rows in ROWS}
+            found[name] = {rows: step_ms(worker, text, rows, rounds) for rows in ROWS}
         finally:
             worker.close()
     return found
 
 
-def step_ms(worker: Worker, ids: list[int], rows: int, rounds: int) -> Spread:
+def step_ms(worker: Worker, text: Text, rows: int, rounds: int) -> Spread:
     """Of runs one after the other, each the median of its steps."""
-    prompts = prompts_of(ids, Size(rounds, rows, prompt_tokens=128, new_tokens=24))
-    runs = [ask_run(worker, prompts, 24) for _ in range(rounds)]
+    size = Size(rounds, rows, PROMPT, NEW)
+    runs = [ask_run(worker, text.prompts(size), NEW) for _ in range(rounds)]
     return Spread.of([statistics.median(decode_steps_s(run, rows)) * 1e3 for run in runs])
 
 
@@ -208,161 +168,209 @@ def step_ms(worker: Worker, ids: list[int], rows: int, rounds: int) -> Spread:
 
 
 @dataclass(frozen=True)
-class Need:
-    """What a step must move and do."""
+class Part:
+    """What a part of a step must move and do, and how long that takes at least, in ms."""
 
     mb: float
     gflop: float
+    moving_ms: float
+    computing_ms: float
 
     @classmethod
-    def of(cls, spec: ModelSpec, precision: str, rows: int) -> Need:
-        weights = sum(height * width for height, width in shapes(spec))
-        kv = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * CONTEXT
-        kv_bytes = 2 if precision == "bfloat16" else 4
-        logits = 2 * 4 * spec.vocab_size
-        moved = weights * WEIGHT_BYTES[precision] + rows * (kv * kv_bytes + logits)
-        keys = spec.num_layers * spec.num_heads * spec.head_dim * CONTEXT
-        return cls(moved / 1e6, rows * (2 * weights + 4 * keys) / 1e9)
+    def of(cls, moved: float, operations: float, gb_s: float, gflop_s: float) -> Part:
+        mb, gflop = moved / 1e6, operations / 1e9
+        return cls(mb, gflop, mb / gb_s, gflop / gflop_s * 1e3)
+
+    @property
+    def least_ms(self) -> float:
+        return max(self.moving_ms, self.computing_ms)
 
 
 @dataclass(frozen=True)
 class Floor:
-    """One line of the table; ms."""
+    """One line of the table: what it takes at least, and what it takes us."""
 
     precision: str
     rows: int
-    need: Need
-    moving: float
-    computing: float
-    kernel: str
-    linear: Spread
-    step: Spread | None
+    matrices: Part
+    attention: Part
+    products_ms: Spread
+    attention_ms: Spread
+    step_ms: Spread | None
 
     @property
-    def least(self) -> float:
-        return max(self.moving, self.computing)
+    def least_ms(self) -> float:
+        return self.matrices.least_ms + self.attention.least_ms
 
 
-def gemm_rates(spec: ModelSpec, linear: dict[str, dict[int, Spread]]) -> dict[str, float]:
-    """10^9 operations a second, the best of each precision."""
-    operations = 2 * sum(height * width for height, width in shapes(spec))
-    found: dict[str, float] = {}
-    for kernel, by_rows in linear.items():
-        precision = KERNELS[kernel][0]
-        rate = max(operations * rows / one.median / 1e6 for rows, one in by_rows.items())
-        found[precision] = max(found.get(precision, 0.0), rate)
-    return found
+@dataclass(frozen=True)
+class Found:
+    """All that was measured."""
+
+    threads: int
+    memory: dict[str, Spread]
+    rates: dict[str, Spread]
+    products: By
+    absent: dict[str, str]
+    attention: dict[int, Spread]
+    steps: By
+
+    def gemm_rates(self, spec: ModelSpec) -> dict[str, float]:
+        """10^9 operations a second of each kernel, at the number of rows where it is best."""
+        operations = 2 * weights_of(spec)
+        return {
+            kernel: max(operations * rows / one.median / 1e6 for rows, one in by_rows.items())
+            for kernel, by_rows in self.products.items()
+        }
 
 
-def floors(
-    spec: ModelSpec,
-    read_gb_s: float,
-    linear: dict[str, dict[int, Spread]],
-    steps: dict[str, dict[int, Spread]],
-) -> list[Floor]:
-    """For every precision that has a kernel."""
-    rates = gemm_rates(spec, linear)
-    found = []
-    for precision, rate in rates.items():
-        kernels = [kernel for kernel in linear if KERNELS[kernel][0] == precision]
+def weights_of(spec: ModelSpec) -> int:
+    """Numbers in all matrices."""
+    return sum(rows * columns for rows, columns, _ in matrices(spec))
+
+
+def floors(spec: ModelSpec, found: Found) -> list[Floor]:
+    """For every precision and number of rows."""
+    read_gb_s = found.memory[f"read, {found.threads}"].median
+    rates = {kind: found.rates[f"{kind}, {found.threads}"].median for kind in INSTRUCTIONS}
+    seen = sum(
+        min(CONTEXT, spec.sliding_window or CONTEXT) if spec.sees_window(layer) else CONTEXT
+        for layer in range(spec.num_layers)
+    )
+    cells = seen * spec.head_dim
+    lines = []
+    for precision, quantization in OURS_BY_PRECISION.items():
+        stored = stored_bytes(spec, quantization)
         for rows in ROWS:
-            need = Need.of(spec, precision, rows)
-            kernel = min(kernels, key=lambda one, rows=rows: linear[one][rows].median)
-            found.append(
+            moved = stored + rows * 2 * 4 * spec.vocab_size
+            operations = rows * 2 * weights_of(spec)
+            kv_bytes = rows * 2 * 4 * spec.num_kv_heads * cells
+            scored = rows * 4 * spec.num_heads * cells
+            lines.append(
                 Floor(
-                    *(precision, rows, need, need.mb / read_gb_s, need.gflop / rate * 1e3, kernel),
-                    linear[kernel][rows],
-                    steps.get(precision, {}).get(rows),
+                    precision,
+                    rows,
+                    Part.of(moved, operations, read_gb_s, rates[INSTRUCTION[precision]]),
+                    Part.of(kv_bytes, scored, read_gb_s, rates["float32 multiply-add"]),
+                    found.products[f"ours {precision}"][rows],
+                    found.attention[rows],
+                    found.steps.get(precision, {}).get(rows),
                 )
             )
-    return found
+    return lines
 
 
 # --- telling ------------------------------------------------------------------------------------
 
 
-def tables(
-    memory: dict[str, Spread],
-    linear: dict[str, dict[int, Spread]],
-    absent: dict[str, str],
-    lines: list[Floor],
-) -> list[Table]:
+def tables(spec: ModelSpec, found: Found, lines: list[Floor]) -> list[Table]:
     """For people."""
-    title = ", ".join(f"{name} {one} GB/s" for name, one in memory.items())
-    kernels = Table("ms, all layers", *(f"{rows} rows" for rows in (*ROWS, RATE_ROWS)), title=title)
-    for kernel, by_rows in linear.items():
-        kernels.add_row(kernel, *map(str, by_rows.values()))
-    for kernel, reason in absent.items():
+    rates = Table("rate", "", title="what the machine does; the number behind it is of threads")
+    for unit, values in (("GB/s", found.memory), ("10^9/s", found.rates)):
+        for name, one in values.items():
+            rates.add_row(name, f"{one} {unit}")
+    titles = [f"{rows} rows" for rows in (*ROWS, RATE_ROWS)]
+    kernels = Table("all products, ms", *titles, "10^9/s")
+    gemm = found.gemm_rates(spec)
+    for kernel, by_rows in found.products.items():
+        kernels.add_row(kernel, *map(str, by_rows.values()), f"{gemm[kernel]:.0f}")
+    for kernel, reason in found.absent.items():
         kernels.add_row(kernel, reason)
-    heads = ("precision", "rows", "MB", "ms", "GFLOP", "ms", "floor", "linear layers", "by", "step")
-    steps = Table(*heads, "step / floor", "step / linear", title="what a decode step needs")
+    parts = ("MB", "ms", "GFLOP", "ms", "ours")
+    heads = ("precision", "rows", *parts, *parts, "floor", "step", "step / floor", "left over")
+    title = "what a decode step needs: matrices, then attention"
+    steps = Table(*heads, title=title)
     for line in lines:
-        parts = [f"{line.need.mb:.0f}", f"{line.moving:.1f}", f"{line.need.gflop:.2f}"]
-        parts += [f"{line.computing:.1f}", f"{line.least:.1f}", str(line.linear), line.kernel]
-        if line.step is not None:
-            middle = line.step.median
-            parts += [str(line.step), f"{middle / line.least:.2f}"]
-            parts.append(f"{middle / line.linear.median:.2f}")
-        steps.add_row(line.precision, str(line.rows), *parts)
-    return [kernels, steps]
+        steps.add_row(line.precision, str(line.rows), *cells_of(line))
+    return [rates, kernels, steps]
 
 
-def as_json(
-    memory: dict[str, Spread],
-    linear: dict[str, dict[int, Spread]],
-    absent: dict[str, str],
-    lines: list[Floor],
-) -> dict[str, Any]:
+def cells_of(line: Floor) -> list[str]:
+    cells = []
+    for part, ours in ((line.matrices, line.products_ms), (line.attention, line.attention_ms)):
+        cells += [f"{part.mb:.0f}", f"{part.moving_ms:.1f}", f"{part.gflop:.2f}"]
+        cells += [f"{part.computing_ms:.1f}", str(ours)]
+    cells.append(f"{line.least_ms:.1f}")
+    if line.step_ms is not None:
+        step = line.step_ms.median
+        left = step - line.products_ms.median - line.attention_ms.median
+        cells += [str(line.step_ms), f"{step / line.least_ms:.2f}", f"{left:.1f}"]
+    return cells
+
+
+def as_json(spec: ModelSpec, found: Found, lines: list[Floor]) -> dict[str, Any]:
     """The last line."""
     return {
         "bench": "cpu_floor",
         "cpu": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
-        "memory_gb_s": {name: round(one.median, 2) for name, one in memory.items()},
-        "linear_ms": {
+        "threads": found.threads,
+        "memory_gb_s": {name: round(one.median, 2) for name, one in found.memory.items()},
+        "instructions_g_s": {name: round(one.median, 1) for name, one in found.rates.items()},
+        "gemm_g_s": {name: round(rate, 1) for name, rate in found.gemm_rates(spec).items()},
+        "products_ms": {
             kernel: {str(rows): round(one.median, 2) for rows, one in by_rows.items()}
-            for kernel, by_rows in linear.items()
+            for kernel, by_rows in found.products.items()
         },
-        "absent": absent,
+        "absent": found.absent,
         "floor": [
             {
                 "precision": line.precision,
                 "rows": line.rows,
-                "mb": round(line.need.mb, 1),
-                "gflop": round(line.need.gflop, 3),
-                "moving_ms": round(line.moving, 2),
-                "computing_ms": round(line.computing, 2),
-                "floor_ms": round(line.least, 2),
-                "linear_ms": round(line.linear.median, 2),
-                "step_ms": None if line.step is None else round(line.step.median, 2),
+                "matrices": part_in_json(line.matrices, line.products_ms),
+                "attention": part_in_json(line.attention, line.attention_ms),
+                "floor_ms": round(line.least_ms, 2),
+                "step_ms": None if line.step_ms is None else round(line.step_ms.median, 2),
             }
             for line in lines
         ],
     }
 
 
+def part_in_json(part: Part, ours: Spread) -> dict[str, float]:
+    return {
+        "mb": round(part.mb, 1),
+        "gflop": round(part.gflop, 3),
+        "moving_ms": round(part.moving_ms, 2),
+        "computing_ms": round(part.computing_ms, 2),
+        "ours_ms": round(ours.median, 2),
+    }
+
+
+def measure(spec: ModelSpec, threads: int, rounds: int, steps: Callable[[], By] = dict) -> Found:
+    """`steps` measures ours, when nothing else is in memory any more."""
+    team = Team(threads)
+    torch.set_num_threads(threads)
+    with torch.inference_mode():
+        memory, rates = memory_rates(threads, rounds), instruction_rates(threads, rounds)
+        products, absent = product_times(spec, team, rounds)
+        attention = attention_times(spec, team, rounds)
+    return Found(threads, memory, rates, products, absent, attention, steps())
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, help="a .gguf file, or a Hugging Face folder")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", default=next(iter(MODELS)), help=MODEL)
     parser.add_argument("--folder", type=Path, default=ROOT / ".peers", help="for logs")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
     given = parser.parse_args()
     folder = given.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    model = (given.model or default_model()).resolve()
-    torch.set_num_threads(given.threads)
+    model = model_of(given.model, folder)
     spec = read_spec(model)
     if spec.sparse is not None:
         raise SystemExit(f"{model}: only plain models; its experts are not all read in a step")
-    with torch.inference_mode():
-        memory = memory_rates(given.rounds)
-        linear, absent = linear_layers(spec, given.rounds)
-    steps = our_steps_ms(model, folder, given.threads, given.rounds)
-    lines = floors(spec, memory["read"].median, linear, steps)
-    for table in tables(memory, linear, absent, lines):
+    end_on_sigterm()
+    found = measure(
+        spec,
+        given.threads,
+        given.rounds,
+        lambda: our_steps_ms(model, folder, given.threads, given.rounds),
+    )
+    lines = floors(spec, found)
+    for table in tables(spec, found, lines):
         Console(width=None if sys.stdout.isatty() else 200).print(table)
-    print(json.dumps(as_json(memory, linear, absent, lines)))
+    print(json.dumps(as_json(spec, found, lines)))
 
 
 if __name__ == "__main__":

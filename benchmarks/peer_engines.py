@@ -24,7 +24,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,6 +35,7 @@ Ids = list[int]
 Score = dict[str, list[Any]]
 Job = dict[str, Any]
 
+AT_A_TIME = 64  # positions whose logits become float64
 LLAMA_CPP_TOKENS = 512  # of a call: what its own micro-batches hold if nothing is said
 LLAMA_CPP_TYPES = {
     "F32": "LLAMA_FTYPE_ALL_F32",
@@ -182,8 +183,8 @@ class Transformers:
         import torch
 
         with torch.inference_mode():
-            logits = [self._model(torch.tensor([ids])).logits[0].float().numpy() for ids in chunks]
-        return scored_by_logits(chunks, logits)
+            logits = (self._model(torch.tensor([ids])).logits[0].float().numpy() for ids in chunks)
+            return scored_by_logits(chunks, logits)
 
 
 class LlamaCpp:
@@ -201,7 +202,9 @@ class LlamaCpp:
         self._api: Any = llama_cpp
         self._api.llama_backend_init()
         self._rows: int = job["rows"]
-        path = self._quantised(Path(job["model"]), Path(job["folder"]), job["precision"])
+        path = Path(job["model"])
+        if not job["options"]["as_it_is"]:
+            path = self._quantised(path, Path(job["folder"]), job["precision"])
         self._model = self._api.llama_model_load_from_file(
             str(path).encode(), self._api.llama_model_default_params()
         )
@@ -251,11 +254,14 @@ class LlamaCpp:
         return events
 
     def score(self, chunks: list[Ids]) -> Score:
-        logits = []
-        for ids in chunks:
-            self._forget()
-            logits.append(self._decode([(ids[at], at, 0, True) for at in range(len(ids))]).copy())
-        return scored_by_logits(chunks, logits)
+        return scored_by_logits(chunks, map(self._logits, chunks))
+
+    def _logits(self, ids: Ids) -> np.ndarray:
+        """Of all positions; as many a call as there are rows, so that its buffer does not grow."""
+        self._forget()
+        entries = [(token, at, 0, True) for at, token in enumerate(ids)]
+        calls = range(0, len(ids), self._rows)
+        return np.concatenate([self._decode(entries[at : at + self._rows]).copy() for at in calls])
 
     def _forget(self) -> None:
         self._api.llama_memory_clear(self._api.llama_get_memory(self._context), True)
@@ -314,17 +320,19 @@ def scored_by_logprobs(outputs: list[Any]) -> Score:
     return score
 
 
-def scored_by_logits(chunks: list[Ids], logits: list[np.ndarray]) -> Score:
-    """From float32[tokens, vocabulary] of each chunk."""
+def scored_by_logits(chunks: list[Ids], logits: Iterable[np.ndarray]) -> Score:
+    """From float32[tokens, vocabulary] of each chunk, one after the other: they are large."""
     score: Score = {"logprobs": [], "best": [], "margins": []}
-    for ids, all_rows in zip(chunks, logits, strict=True):
-        rows = all_rows[:-1].astype(np.float64)
-        high = rows.max(1)
-        normal = high + np.log(np.exp(rows - high[:, None]).sum(1))
-        two = np.partition(rows, -2, axis=1)[:, -2:]
-        score["logprobs"] += (rows[np.arange(len(rows)), ids[1:]] - normal).tolist()
-        score["best"] += rows.argmax(1).tolist()
-        score["margins"] += np.abs(two[:, 1] - two[:, 0]).tolist()
+    for ids, found in zip(chunks, logits, strict=True):
+        for at in range(0, len(ids) - 1, AT_A_TIME):
+            tokens = ids[at + 1 : at + 1 + AT_A_TIME]
+            rows = found[at : at + len(tokens)].astype(np.float64)
+            high = rows.max(1)
+            normal = high + np.log(np.exp(rows - high[:, None]).sum(1))
+            two = np.partition(rows, -2, axis=1)[:, -2:]
+            score["logprobs"] += (rows[np.arange(len(rows)), tokens] - normal).tolist()
+            score["best"] += rows.argmax(1).tolist()
+            score["margins"] += np.abs(two[:, 1] - two[:, 0]).tolist()
     return score
 
 

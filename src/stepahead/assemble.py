@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stepahead.config import DTYPE_BYTES, EngineConfig, ModelFacts, Resolved, resolve
 from stepahead.engine import Engine, limits_of
@@ -23,16 +23,20 @@ from stepahead.model.sparse import (
     sparse_weight_values,
     told,
 )
-from stepahead.model.spec import ModelSpec, kv_bytes_per_token, read_spec
+from stepahead.model.spec import ModelSpec, kv_bytes_per_token, kv_width, read_spec
 from stepahead.runner.spec import RunnerSpec
 from stepahead.scheduler.stop import Vocabulary
 from stepahead.text.texts import Texts, ToyTexts
 from stepahead.text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from stepahead.executor.process import StartedWorker
+
 TOY = "toy"
 TOY_VOCAB = 512
 TOY_MAX_LEN = 4096
 _LOAD = "stepahead.model.load:load"
+_TOY_MODEL = "stepahead.model.toy:ToyModel"
 _TOY_CELL_BYTES = 8
 _TOY_LAYERS = 8
 _DRAFTERS = {
@@ -80,7 +84,26 @@ def build_engine(config: EngineConfig, chat_template: str | None = None) -> Asse
     `chat_template` is a template's text that replaces the model's own.  Raises ConfigError,
     NotEnoughMemory or ModelError; nothing is left running then.
     """
-    return assemble(config, model_parts(config, chat_template))
+    worker = _early_worker(config)
+    try:
+        return assemble(config, model_parts(config, chat_template), worker)
+    except BaseException:
+        if worker is not None:
+            worker.close()
+        raise
+
+
+def _early_worker(config: EngineConfig) -> StartedWorker | None:
+    """The runner's process, which loads torch while this one reads the model's files.
+
+    None where the runner is in this process, or in several.
+    """
+    if config.executor != "process" or config.pipeline_stages > 1:
+        return None
+    from stepahead.executor.process import BUILDER, StartedWorker
+
+    factory = _TOY_MODEL if config.model == TOY else _LOAD
+    return StartedWorker(tuple(name.partition(":")[0] for name in (BUILDER, factory)))
 
 
 def model_parts(config: EngineConfig, chat_template: str | None = None) -> ModelParts:
@@ -92,11 +115,12 @@ def model_parts(config: EngineConfig, chat_template: str | None = None) -> Model
     if spec.sparse is None:
         _refuse_mtp(config, spec.architecture)
     texts = Tokenizer.load(config.model, chat_template)
+    width = kv_width(spec, DTYPE_BYTES[config.dtype], config.quantization)
     facts = ModelFacts(
         vocab_size=spec.vocab_size,
         max_len=spec.max_len,
         eos_ids=_eos_ids(spec, texts),
-        kv_bytes_per_token=kv_bytes_per_token(spec, DTYPE_BYTES[config.dtype]),
+        kv_bytes_per_token=kv_bytes_per_token(spec, width),
         weight_bytes=0 if spec.sparse is not None else weight_bytes(spec, config),
         num_layers=spec.num_layers,
         state_bytes=spec.hidden_size * DTYPE_BYTES[config.dtype],
@@ -107,6 +131,7 @@ def model_parts(config: EngineConfig, chat_template: str | None = None) -> Model
         whole = ModelParts(facts, texts, _LOAD, options, notes=spec.notes)
         return _sparse_parts(whole, spec, spec.sparse, config)
     options |= {"quantization": config.quantization, "invariant": config.batch_invariant}
+    options["settle_threads"] = config.threads is None and config.pipeline_stages == 1
     part = "stepahead.parallel.pipeline:load_part"
     return ModelParts(facts, texts, _LOAD, options, part, spec.notes)
 
@@ -151,21 +176,27 @@ def toy_parts(vocab_size: int = TOY_VOCAB, max_len: int = TOY_MAX_LEN) -> ModelP
     )
     options = {"vocab_size": vocab_size, "max_len": max_len}
     part = "stepahead.parallel.pipeline:ToyPart"
-    return ModelParts(facts, texts, "stepahead.model.toy:ToyModel", options, part)
+    return ModelParts(facts, texts, _TOY_MODEL, options, part)
 
 
-def assemble(config: EngineConfig, parts: ModelParts) -> Assembly:
-    """An engine around any model that the runner's process can build from `parts`."""
+def assemble(
+    config: EngineConfig, parts: ModelParts, worker: StartedWorker | None = None
+) -> Assembly:
+    """An engine around any model that the runner's process can build from `parts`.
+
+    `worker` is that process, where it has been started already.
+    """
     resolved = _resolved(config, parts)
     vocabulary = Vocabulary(parts.texts.token_bytes, parts.texts.special_ids)
-    executor, clock_ns = _executor(config.executor, runner_spec(resolved, parts))
+    executor, clock_ns = _executor(config.executor, runner_spec(resolved, parts), worker)
     try:
         engine = Engine(resolved, executor, vocabulary, clock_ns)
     except BaseException:  # memory may be short for its tables, or Ctrl-C may come
         executor.close()
         raise
     engine.observer.garbage.freeze()
-    told_settings = (*settings(resolved), *parts.notes, *_pool_note(resolved, parts.groups))
+    notes = (*parts.notes, *_pool_note(resolved, parts.groups), *getattr(executor, "notes", ()))
+    told_settings = (*settings(resolved), *notes)
     return Assembly(engine, parts.texts, resolved, told_settings)
 
 
@@ -255,18 +286,23 @@ def weight_values(spec: ModelSpec, drafts: bool = False) -> int:
 def weight_bytes(spec: ModelSpec, config: EngineConfig) -> int:
     """Bytes of a model without `sparse`.
 
-    On the CPU the head's matrix is laid out for its kernel, and where embeddings are tied to it
-    they are there as well.  These stay as they are where matrices are quantised; blocks of 32 have
-    a scale in int8, and in int4, where the head is in int8, a least value too.
+    Embeddings that are tied to the head are there once, but on a CPU whose kernels can't run the
+    model: there the head is laid out for torch's.  Blocks of 32 weights have a scale in int8, and
+    in int4, where the head is in int8, a least value too.
     """
+    once = spec.tied_head and (config.device == "cuda" or _fused(spec, config))
     width, table = DTYPE_BYTES[config.dtype], spec.vocab_size * spec.hidden_size
     layers = weight_values(spec) - (1 if spec.tied_head else 2) * table
     if config.quantization == "none":
-        tables = 1 if spec.tied_head and config.device == "cuda" else 2
-        return (layers + tables * table) * width
+        return (layers + (1 if once else 2) * table) * width
     sixteenths = {"float16": 32, "int8": 17, "int4": 10}[config.quantization]  # of a byte, a weight
     heads = max(sixteenths, 17)
-    return table * width + (layers * sixteenths + table * heads) // 16
+    return (0 if once else table * width) + (layers * sixteenths + table * heads) // 16
+
+
+def _fused(spec: ModelSpec, config: EngineConfig) -> bool:
+    """Whether the CPU's kernels run all of its layers."""
+    return spec.fusable and config.dtype == "float32"
 
 
 def _eos_ids(spec: ModelSpec, texts: Texts) -> tuple[int, ...]:
@@ -276,7 +312,9 @@ def _eos_ids(spec: ModelSpec, texts: Texts) -> tuple[int, ...]:
     return tuple(token for token in ids if 0 <= token < spec.vocab_size)
 
 
-def _executor(kind: str, spec: RunnerSpec) -> tuple[Executor, Callable[[], int]]:
+def _executor(
+    kind: str, spec: RunnerSpec, worker: StartedWorker | None
+) -> tuple[Executor, Callable[[], int]]:
     """Where the runner is to run, and the clock of the times in its results."""
     if spec.stages > 1:
         from stepahead.executor.pipeline import PipelineExecutor
@@ -285,7 +323,7 @@ def _executor(kind: str, spec: RunnerSpec) -> tuple[Executor, Callable[[], int]]
     if kind == "process":
         from stepahead.executor.process import ProcessExecutor
 
-        return ProcessExecutor(spec), time.perf_counter_ns
+        return ProcessExecutor(spec, worker=worker), time.perf_counter_ns
     # torch comes with these: a host whose runner is a process of its own does without it
     from stepahead.executor.failures import decode_build_failure, encode_build_failure
     from stepahead.executor.inline import InlineExecutor

@@ -71,12 +71,20 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def loaded(folder: Path, packing: Packing = AS_READ, *, fused: bool = True) -> Llama:
-    """The model; `fused`: as kernels run it, else its plain layers with the same matrices."""
+def loaded(
+    folder: Path,
+    packing: Packing = AS_READ,
+    *,
+    fused: bool = True,
+    kv_dtype: torch.dtype | None = None,
+) -> Llama:
+    """The model; `fused`: as kernels run it, else its plain layers with the same matrices;
+    `kv_dtype`: of new pools, unless what it is otherwise."""
     model = load_model(read_spec(folder), "float32", packing=packing)
     if packing.team is not None:
         assert model._fused is not None
         model._fused = model._fused if fused else None
+        model._kv_dtype = kv_dtype or model._kv_dtype
     return model
 
 
@@ -137,10 +145,13 @@ def test_one_kernel_gives_what_plain_layers_give(folder: Path, threads: int) -> 
 @pytest.mark.parametrize("kind", ["float16", "int8", "int4"])
 def test_one_kernel_gives_in_any_precision_what_its_matrices_give(folder: Path, kind: Any) -> None:
     """An activation that lies between two of its steps may be rounded to either."""
-    layers, fused = (told(loaded(folder, laid_out(kind), fused=it)) for it in (False, True))
+    full = {"kv_dtype": torch.float32}
+    layers, fused = (told(loaded(folder, laid_out(kind), fused=it, **full)) for it in (False, True))
+    halved = told(loaded(folder, laid_out(kind)))  # keys and values in float16
     for name, expected in layers.items():
-        apart = (fused[name] - expected).norm() / expected.norm()
+        apart, further = ((it[name] - expected).norm() / expected.norm() for it in (fused, halved))
         assert apart < (1e-5 if kind == "float16" else 2e-3), name
+        assert 1e-5 < further < 1e-2, name
 
 
 @pytest.mark.parametrize("kind", PRECISIONS)

@@ -20,6 +20,7 @@ BESIDE = -7.25  # what lies behind what is written, and must stay
 class Case:
     """One query position, and its pages in a pool full of what must not be read."""
 
+    dtype: type[np.floating] = np.float32  # of the pool
     group: int = 1
     head_dim: int = HEAD_DIMS[0]
     kv_heads: int = 1
@@ -46,8 +47,7 @@ class Memory:
         many = 2 * case.pages + 3
         shape = (many, case.page_size, case.kv_heads, case.head_dim)
         # whatever is read and should not be would decide alone
-        self.k = np.full(shape, 1e4, np.float32)
-        self.v = np.full(shape, -1e6, np.float32)
+        self.k, self.v = np.full(shape, 1e4, case.dtype), np.full(shape, -6e4, case.dtype)
         self.table = generator.permutation(many)[: case.pages].astype(np.int64)
         for position in range(case.begin, case.end):
             where = (self.table[position // case.page_size], position % case.page_size)
@@ -59,11 +59,12 @@ class Memory:
         case = self.case
         scratch = np.full(case.end - case.begin + LANES + 2 + 64, BESIDE, np.float32)
         out = np.full(case.group * case.head_dim + 64, BESIDE, np.float32)
-        head = 4 * case.kv_head * case.head_dim
+        size = self.k.itemsize
+        head = size * case.kv_head * case.head_dim
         attend(
-            *(self.q.ctypes.data, case.group, case.head_dim),
+            *(size, self.q.ctypes.data, case.group, case.head_dim),
             *(self.k.ctypes.data + head, self.v.ctypes.data + head),
-            *(4 * case.kv_heads * case.head_dim, case.page_size, self.table.ctypes.data),
+            *(size * case.kv_heads * case.head_dim, case.page_size, self.table.ctypes.data),
             *(case.begin, case.end, case.head_dim**-0.5, scratch.ctypes.data, out.ctypes.data),
         )
         assert (scratch[-64:] == BESIDE).all()
@@ -87,6 +88,7 @@ def cases(draw: st.DrawFn) -> Case:
     kv_heads = draw(st.integers(1, 3))
     end = draw(st.integers(1, 70))
     return Case(
+        dtype=draw(st.sampled_from([np.float32, np.float16])),
         group=draw(st.integers(1, 8)),
         head_dim=draw(st.sampled_from(HEAD_DIMS)),
         kv_heads=kv_heads,
@@ -109,7 +111,7 @@ def test_a_query_sees_its_positions_and_no_others(case: Case) -> None:
 
 @pytest.mark.parametrize("length", [1000, 4096, 5003])
 def test_a_query_sees_a_long_context(length: int) -> None:
-    memory = Memory(Case(2, HEAD_DIMS[-1], 2, 1, page_size=16, begin=0, end=length, seed=length))
+    memory = Memory(Case(np.float32, 2, HEAD_DIMS[-1], 2, 1, page_size=16, end=length, seed=length))
     np.testing.assert_allclose(memory.attended(), memory.expected(), rtol=0, atol=4e-6)
 
 
@@ -141,7 +143,7 @@ def test_heads_of_a_group_do_not_see_each_other(case: Case) -> None:
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_query_that_is_not_finite_spoils_no_other_of_its_group(bad: float) -> None:
-    case = Case(3, HEAD_DIMS[1], 1, 0, page_size=4, end=19)
+    case = Case(np.float32, 3, HEAD_DIMS[1], 1, 0, page_size=4, end=19)
     memory, spoiled = Memory(case), Memory(case)
     spoiled.q[1, 3] = bad
     found, expected = spoiled.attended(), memory.attended()

@@ -263,6 +263,18 @@ def test_rows_may_be_apart_in_memory_of_another_dtype_or_none(how: Quantization)
     assert torch.equal(linear(rounded), linear(rounded.float()).bfloat16())
 
 
+@settings(max_examples=60)
+@given(st.sampled_from([*FLOATS, *INTEGERS]), st.fixed_dictionaries(SIZES))
+def test_rows_that_are_looked_up_are_what_products_are_made_with(
+    how: Quantization, size: dict[str, Any]
+) -> None:
+    """A tied embedding is looked up in the head's matrix."""
+    weight = drawn(size["channels"], size["columns"], seed=size["seed"])
+    wanted = np.random.default_rng(size["seed"]).integers(0, size["channels"], size["rows"])
+    found = packed(weight, how, size["threads"]).rows(torch.from_numpy(wanted)).numpy()
+    np.testing.assert_allclose(found, kept(weight, how)[wanted], rtol=1e-6, atol=1e-6)
+
+
 def large(value: float) -> np.ndarray:
     weight = np.zeros((8, 40), np.float32)
     weight[3, 35] = value

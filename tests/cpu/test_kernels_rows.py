@@ -209,18 +209,26 @@ def test_a_row_is_turned_by_its_position(half: int, heads: int, seed: int) -> No
 
 
 @settings(max_examples=60)
-@given(st.integers(1, 100), SEEDS, st.sampled_from([0.0, 0.1, 0.9]))
-def test_what_is_stored_is_finite(count: int, seed: int, share: float) -> None:
+@given(
+    st.sampled_from([np.float32, np.float16]),
+    st.integers(1, 100),
+    SEEDS,
+    st.sampled_from([0.0, 0.1, 0.9]),
+    st.sampled_from([1.0, 3e4, 1e38]),
+)
+def test_what_is_stored_is_finite(
+    dtype: type[np.floating], count: int, seed: int, share: float, size: float
+) -> None:
     generator = np.random.default_rng(seed)
-    x = drawn(count, seed)
+    x = drawn(count, seed, size)
     bad = generator.random(count) < share
     x[bad] = generator.choice(np.array([np.nan, -np.nan, np.inf, -np.inf], np.float32), bad.sum())
-    largest = np.finfo(np.float32).max
-    expected = np.nan_to_num(x, nan=0.0, posinf=largest, neginf=-largest)
-    out, source = room(count), room(count)
+    largest = np.float32(np.finfo(dtype).max)
+    expected = np.clip(np.nan_to_num(x, nan=0.0), -largest, largest)
+    out, source = room(count, dtype), room(count)
     source[:count] = x
-    rows.store_finite(at(source), at(out), count)
-    assert (out[:count] == expected).all()
+    rows.store_finite(out.itemsize, at(source), at(out), count)
+    assert (out[:count] == expected.astype(dtype)).all()
     assert (source[:count] == expected).all()
     assert untouched(out, count)
     assert untouched(source, count)

@@ -82,8 +82,12 @@ def test_a_team_let_go_ends_its_threads(threads: int) -> None:
     own = helpers() - before
     assert len(own) == threads - 1
     times = np.zeros((threads, 2, 50), np.int64)
-    gone.run(sharing, gone.address, 50, times, -1)
-    assert times.sum() == 100
+    for used in range(threads, 0, -1):
+        gone.use(used)
+        gone.run(sharing, gone.address, 50, times, -1)
+        assert times.sum() == 100
+        assert (times[used:] == 0).all()
+        times[:] = 0
     del gone
     gc.collect()
     for thread in own:

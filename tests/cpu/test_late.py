@@ -323,6 +323,27 @@ def test_a_matcher_that_fails_fails_its_step(monkeypatch: pytest.MonkeyPatch) ->
     engine.close()
 
 
+@pytest.mark.parametrize("loop", ["serial", "overlap"])
+def test_matchers_that_can_not_hear_fail_the_step(
+    loop: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever has them hear: who lands the step, or the next one's masks."""
+
+    def broken(matchers: Matchers, *args: Any) -> None:
+        raise ValueError("deaf today")
+
+    monkeypatch.setattr(Matchers, "advance", broken)
+    engine = toy_engine(OPTIONS, Variant(loop))
+    engine.add([3, 4], ENDLESS, grammar=compiled(VOCAB, "[ab]{9}"))
+    finishes = []
+    while engine.has_work:
+        outputs = engine.step()
+        finishes += outputs.finishes if outputs else ()
+    assert [finish.reason for finish in finishes] == ["error"]
+    assert "deaf today" in str(engine.failure)
+    engine.close()
+
+
 def test_failures_that_nobody_asks_for_are_forgotten() -> None:
     """An answer that can't even begin, aborted before its prompt has been computed."""
     variant = Variant("overlap", "hostile")

@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from stepahead.errors import UnsupportedModel, WeightError
-from stepahead.model.gguf import open_gguf
+from stepahead.model.gguf import Strings, open_gguf
 from stepahead.model.llama import Llama
 from stepahead.model.load import load
 from stepahead.model.spec import read_spec
@@ -265,10 +265,17 @@ def test_a_block_type_nobody_knows(tmp_path: Path) -> None:
         read_spec(path)
 
 
+def without_texts(value: object) -> object:
+    """A vocabulary and its merges are not read for a model."""
+    if isinstance(value, list) and value and isinstance(value[0], str):
+        return Strings(len(value))
+    return value
+
+
 def test_the_reader_agrees_with_the_gguf_packages_own() -> None:
     ours, theirs = open_gguf(smollm2_path()), gguf.GGUFReader(smollm2_path())
     fields = {k: f.contents() for k, f in theirs.fields.items() if not k.startswith("GGUF.")}
-    assert ours.metadata == fields
+    assert ours.metadata == {k: without_texts(value) for k, value in fields.items()}
     assert list(ours.tensors) == [tensor.name for tensor in theirs.tensors]
     for tensor in theirs.tensors:
         mine = ours.tensors[tensor.name]

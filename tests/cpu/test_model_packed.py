@@ -141,22 +141,26 @@ def test_no_more_than_one_matrix_is_there_as_it_was_read(
 
 
 def test_weights_are_counted_as_they_will_be_kept() -> None:
-    """A tied table is there as embeddings and, laid out for a kernel, as the head."""
+    """A tied table is there once where kernels run all layers, and else as embeddings and, laid out
+    for a product, as the head."""
     spec = replace(SPEC, tied_head=True)
     table, layers = 200 * 96, 2 * 96 * (96 + 2 * 48 + 96 + 3 * 160)
     assert weight_values(spec) == table + layers
     for options, expected in (
-        ({}, 4 * (2 * table + layers)),
+        ({}, 4 * (table + layers)),
         ({"dtype": "bfloat16"}, 2 * (2 * table + layers)),
         ({"device": "cuda"}, 4 * (table + layers)),
-        ({"quantization": "float16"}, 4 * table + 2 * (table + layers)),
-        ({"quantization": "int8"}, 4 * table + (table + layers) * 34 // 32),
-        ({"quantization": "int4"}, 4 * table + table * 34 // 32 + layers * 20 // 32),
+        ({"quantization": "float16"}, 2 * (table + layers)),
+        ({"quantization": "int8"}, (table + layers) * 34 // 32),
+        ({"quantization": "int4"}, table * 34 // 32 + layers * 20 // 32),
     ):
         config = config_from("model", dict(options))
         assert weight_bytes(spec, config) == expected, options
+        plain = weight_bytes(replace(spec, head_dim=12, num_heads=8, num_kv_heads=4), config)
+        elsewhere = "dtype" in options or "device" in options
+        assert plain == expected + (0 if elsewhere else 4 * table), options
     untied = config_from("model", {"quantization": "int8"})
-    assert weight_bytes(SPEC, untied) == weight_bytes(spec, untied)
+    assert weight_bytes(SPEC, untied) == weight_bytes(spec, untied) + 4 * table
 
 
 @pytest.mark.parametrize("kind", PRECISIONS)

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from benchmark_files import BENCHMARKS, tiny_file
 from rich.console import Console
-from tiny_models import gguf_tensors, make_reference, write_gguf
 
-from text_makers import byte_level_json
-
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 STAND_INS = Path(__file__).with_name("peer_stand_ins")
 
 
@@ -28,6 +30,11 @@ def peers() -> Any:
         import peers
 
         yield peers
+
+
+@pytest.fixture(scope="module")
+def peer_jobs(peers: Any) -> Any:
+    return sys.modules["peer_jobs"]
 
 
 @pytest.fixture(scope="module")
@@ -44,25 +51,9 @@ def with_stand_in(folder: Path, name: str) -> None:
     (folder / name / "installed").touch()
 
 
-def tiny_file(path: Path) -> Path:
-    """A llama of random weights with a byte-level tokenizer, as a .gguf file."""
-    parsed = json.loads(byte_level_json())
-    vocab: dict[str, int] = parsed["model"]["vocab"]
-    model = make_reference("llama", vocab_size=len(vocab), max_position_embeddings=512)
-    tokenizer = {
-        "tokenizer__ggml__model": "gpt2",
-        "tokenizer__ggml__pre": "smollm",
-        "tokenizer__ggml__tokens": sorted(vocab, key=vocab.__getitem__),
-        "tokenizer__ggml__token_type": [1] * len(vocab),
-        "tokenizer__ggml__merges": [" ".join(merge) for merge in parsed["model"]["merges"]],
-    }
-    write_gguf(path, model, gguf_tensors(model), **tokenizer)
-    return path
-
-
 @pytest.fixture(scope="module")
 def run(peers: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Two rounds of all engines, but for our bfloat16 and an absent transformers."""
+    """Two rounds of all peers, and of ours in float32."""
     folder = tmp_path_factory.mktemp("peers")
     with_stand_in(folder, "vllm")
     with_stand_in(folder, "llama.cpp")
@@ -108,7 +99,8 @@ def test_the_last_line_has_what_was_asked(run: Any, peers: Any) -> None:
     assert line["decode_tok_s_b32"].keys() == line["prefill_tok_s"].keys() == run.turns.keys()
     assert line["ratio_decode_b32_vs_best"] > 0
     assert line["ratio_prefill_vs_best"] > 0
-    assert line["ratio_step_b1_vs_llamacpp"] == {"8bit": None, "4bit": None}  # ours has neither
+    # ours ran in neither
+    assert line["ratio_step_b1_vs_llamacpp"] == {"8bit": None, "4bit": None}
     assert line["not_run"] == run.not_run
 
 
@@ -136,13 +128,86 @@ def test_what_is_not_installed_is_told_with_what_to_do(peers: Any, tmp_path: Pat
     )
 
 
-def test_ours_is_run_in_every_precision_that_the_config_offers(
-    peers: Any, monkeypatch: pytest.MonkeyPatch
+def test_ours_is_run_in_every_precision_but_bfloat16_unless_it_is_named(
+    peer_jobs: Any, tmp_path: Path
 ) -> None:
-    assert {"float32", "bfloat16"} <= peers.our_precisions().keys()
-    monkeypatch.setitem(peers.CHOICES, "quantization", ("none", "int8"))
-    assert peers.our_precisions()["int8"] == {"quantization": "int8"}
-    assert "none" not in peers.our_precisions()
+    model = tiny_file(tmp_path / "tiny.gguf")
+
+    def ran(only: list[str]) -> list[str]:
+        found = peer_jobs.jobs(model, tmp_path, peer_jobs.QUICK, 1, only)
+        return [job.name.split()[1] for job in found if job.engine == "stepahead"]
+
+    assert ran([]) == ran(["stepahead"]) == ["float32", "float16", "int8", "int4"]
+    assert ran(["stepahead bfloat16", "int8"]) == ["bfloat16", "int8"]
+    assert peer_jobs.our_precisions()["int4"] == {"quantization": "int4"}
+
+
+def test_llama_cpp_runs_the_file_itself_where_that_is_what_is_asked(
+    peer_jobs: Any, tmp_path: Path
+) -> None:
+    def asked(file_type: int | None) -> dict[str, bool]:
+        path = tiny_file(tmp_path / "tiny.gguf", metadata={"general__file_type": file_type})
+        found = peer_jobs.jobs(path, tmp_path, peer_jobs.QUICK, 1, ["llama.cpp"])
+        return {job.precision: job.options["as_it_is"] for job in found}
+
+    assert asked(15) == {"F32": False, "Q8_0": False, "Q4_K_M": True}
+    assert asked(3) == {"F32": False, "Q8_0": False, "Q4_1": True}
+    assert asked(0) == {"F32": True, "Q8_0": False, "Q4_1": False}
+    assert asked(None) == {"F32": False, "Q8_0": False, "Q4_1": False}
+
+
+def test_each_piece_of_the_text_begins_as_the_model_wants_it(peer_jobs: Any) -> None:
+    text = peer_jobs.Text([1], list(range(100, 1000)))
+    chunks, size = text.chunks(), peer_jobs.Size(1, 4, 32, 1)
+    assert [len(chunk) for chunk in chunks] == [256, 256, 256, 136]
+    assert [token for chunk in chunks for token in chunk[1:]] == text.ids
+    prompts = text.prompts(size)
+    assert {len(prompt) for prompt in prompts} == {32}
+    assert {piece[0] for piece in (*chunks, *prompts)} == {1}
+    assert len({prompt[1] for prompt in prompts}) == 4
+
+
+def test_a_model_that_transformers_can_not_write_leaves_the_others_running(
+    peers: Any, peer_jobs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(model: Path, target: Path) -> None:
+        raise ValueError("GGUF model with architecture tiny is not supported yet.")
+
+    monkeypatch.setattr(peer_jobs, "make_folder", fail)
+    with_stand_in(tmp_path, "vllm")
+    with_stand_in(tmp_path, "llama.cpp")
+    size = peers.Size(rounds=1, rows=2, prompt_tokens=16, new_tokens=4)
+    model = tiny_file(tmp_path / "tiny.gguf")
+    run = peers.measure(model, tmp_path, size, 1, ["vllm float32", "llama.cpp F32"])
+    assert list(run.turns) == ["llama.cpp F32"]
+    assert run.not_run == {
+        "vllm float32": "no safetensors for it: ValueError: GGUF model with architecture tiny is "
+        "not supported yet."
+    }
+
+
+def test_sigterm_ends_engines_that_wait_and_one_that_is_being_built(tmp_path: Path) -> None:
+    with_stand_in(tmp_path, "llama.cpp")
+    model = tiny_file(tmp_path / "tiny.gguf")
+    command = [sys.executable, str(BENCHMARKS / "peers.py"), "--model", str(model)]
+    command += ["--folder", str(tmp_path), "--only", "llama.cpp F32", "llama.cpp Q8_0"]
+    env = os.environ | {"HANGS": "Q8_0", "PYTHONPATH": str(BENCHMARKS.parent / "src")}
+    process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE)
+    engines: list[psutil.Process] = []
+    try:
+        log, seen = tmp_path / "llama.cpp Q8_0.log", psutil.Process(process.pid)
+        while not (log.exists() and "it hangs" in log.read_text("utf-8")):
+            assert process.poll() is None, process.stderr and process.stderr.read()
+            time.sleep(0.05)
+        engines = seen.children(recursive=True)
+        assert len(engines) >= 2
+        process.terminate()
+        process.communicate(timeout=60)
+        assert process.returncode == 128 + signal.SIGTERM
+        assert not any(engine.is_running() for engine in engines)
+    finally:
+        for one in (process, *(engine for engine in engines if engine.is_running())):
+            one.kill()
 
 
 # --- figures ------------------------------------------------------------------------------------
@@ -189,12 +254,17 @@ def test_ratios_are_of_the_same_round_and_of_the_best_on_each_side(figures: Any)
     assert (decode.ours, decode.theirs) == ("stepahead float32", "vllm float32")
     assert decode.spread == figures.Spread(2.0, 0.5, 2.0)
     assert found["ratio_step_b1_vs_llamacpp 8bit"] is None  # there is no llama.cpp
+    assert found["ratio_decode_b32_int8_vs_best"].ours == "stepahead int8"
     rates |= {"llama.cpp Q8_0": [5.0, 5.0, 5.0], "llama.cpp Q4_1": [1.0, 1.0, 1.0]}
     found = figures.ratios(turns_of(figures, rates))
     eight = found["ratio_step_b1_vs_llamacpp 8bit"]
     assert (eight.ours, eight.theirs) == ("stepahead int8", "llama.cpp Q8_0")
     assert eight.spread == figures.Spread(2.0, 2.0, 6.0)
-    assert found["ratio_step_b1_vs_llamacpp 4bit"] is None  # ours has no 4 bits
+    assert found["ratio_step_b1_vs_llamacpp 4bit"] is None  # ours did not run in 4 bits
+    rates |= {"stepahead int4": [3.0, 4.0, 5.0]}
+    four = figures.ratios(turns_of(figures, rates))["ratio_step_b1_vs_llamacpp 4bit"]
+    assert (four.ours, four.theirs) == ("stepahead int4", "llama.cpp Q4_1")
+    assert four.spread == figures.Spread(4.0, 3.0, 5.0)
     plain = found["ratio_decode_b32_float32_vs_vllm"]
     assert (plain.ours, plain.theirs) == ("stepahead float32", "vllm float32")
 
@@ -203,35 +273,3 @@ def test_agreement_counts_where_the_reference_is_clear(figures: Any) -> None:
     reference = {"best": [1, 2, 3, 4], "margins": [1.0, 0.05, 2.0, 0.2], "logprobs": []}
     assert figures.agreement({"best": [1, 9, 3, 9]}, reference) == pytest.approx(2 / 3)
     assert figures.perplexity({"logprobs": [0.0, 0.0]}) == 1.0
-
-
-# --- floors -------------------------------------------------------------------------------------
-
-
-def test_a_floor_is_the_longer_of_moving_and_computing(
-    peers: Any, figures: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import cpu_floor
-
-    monkeypatch.setattr(cpu_floor, "ROWS", (1, 2))
-    monkeypatch.setattr(cpu_floor, "RATE_ROWS", 4)
-    monkeypatch.setattr(cpu_floor, "BLOCK_BYTES", 1 << 12)
-    spec = cpu_floor.read_spec(tiny_file(tmp_path / "tiny.gguf"))
-    weights = 2 * (64 * 32 + 32 * 32 + 3 * 32 * 48) + spec.vocab_size * 32
-    assert sum(rows * columns for rows, columns in cpu_floor.shapes(spec)) == weights
-    memory, (linear, absent) = cpu_floor.memory_rates(1), cpu_floor.linear_layers(spec, 1)
-    assert "F.linear float32" in linear
-    assert linear.keys() | absent.keys() == cpu_floor.KERNELS.keys()
-    step = {"float32": {1: figures.Spread(9.0, 9.0, 9.0)}}
-    known = {"F.linear float32": {rows: figures.Spread(2.0, 2.0, 2.0) for rows in (1, 2, 4)}}
-    first, second = cpu_floor.floors(spec, 0.001, known, step)  # 1 MB a second
-    assert first.need.mb == pytest.approx(
-        (4 * weights + 2 * 2 * 2 * 8 * 192 * 4 + 8 * spec.vocab_size) / 1e6
-    )
-    assert first.least == pytest.approx(first.need.mb / 0.001)
-    (fast, _) = cpu_floor.floors(spec, 1e9, known, step)
-    assert fast.least == pytest.approx(fast.need.gflop / (2 * weights * 4 / 2e-3 / 1e9) * 1e3)
-    assert (first.step, second.step) == (step["float32"][1], None)
-    line = cpu_floor.as_json(memory, linear, absent, [first, second])
-    assert [one["step_ms"] for one in json.loads(json.dumps(line))["floor"]] == [9.0, None]
-    assert len(cpu_floor.tables(memory, linear, absent, [first, second])) == 2

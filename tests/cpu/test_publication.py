@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,6 +46,7 @@ class Told:
     """A flight that tells how often a waiting thread asks for the interpreter's lock, in ns."""
 
     step: int
+    unheard = False
 
     def ready(self) -> bool:
         return True
@@ -54,6 +56,9 @@ class Told:
 
 
 class Telling:
+    def tell_begun(self, begun: Callable[[], None]) -> None:
+        pass
+
     def launch(self, plan: Plan) -> Told:
         return Told(plan.step)
 

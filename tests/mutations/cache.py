@@ -53,4 +53,12 @@ MUTATIONS = [
         "        most = len(tokens) // self.page_size\n",
         "tests/pure/test_pages.py::test_a_hit_leaves_a_token_to_compute",
     ),
+    Mutation(
+        "a pool is written to when it is made",
+        "seconds of a start, and memory that no row uses",
+        "cache/pools.py",
+        '    if torch.device(device).type != "cpu" or not nbytes or sys.platform == "win32":\n',
+        "    if True:\n",
+        "tests/cpu/test_start.py::test_a_pool_is_resident_only_where_something_was_written",
+    ),
 ]

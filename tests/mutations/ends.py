@@ -333,4 +333,28 @@ MUTATIONS = [
         "        while self._output.idle:\n",
         "tests/cpu/test_publication.py::test_the_next_submit_does_not_wait_for_the_landing_either",
     ),
+    Mutation(
+        "a process that was started early outlives what is wrong with the model",
+        "a process that is nobody's",
+        "assemble.py",
+        "            worker.close()\n        raise\n",
+        "            pass\n        raise\n",
+        "tests/cpu/test_start.py::test_the_runners_process_is_there_before_the_models_files_are_read",
+    ),
+    Mutation(
+        "the runner's process waits for the model's files",
+        "a start that loads torch when it could long have",
+        "assemble.py",
+        '    if config.executor != "process" or config.pipeline_stages > 1:\n        return None\n',
+        "    if config:\n        return None\n",
+        "tests/cpu/test_start.py::test_the_runners_process_is_there_before_the_models_files_are_read",
+    ),
+    Mutation(
+        "a worker imports nothing before it hears what to run",
+        "a start that loads torch when it could long have",
+        "executor/worker.py",
+        "        _load(payload.decode().split())\n",
+        "        pass\n",
+        "tests/cpu/test_start.py::test_a_worker_loads_torch_before_it_knows_what_to_run",
+    ),
 ]

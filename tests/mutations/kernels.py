@@ -9,6 +9,8 @@ _ROWS = "tests/cpu/test_kernels_rows.py::"
 _ATTEND = "tests/cpu/test_kernels_attend.py::"
 _LINEAR = "tests/cpu/test_kernels_linear.py::"
 _FUSED = "tests/cpu/test_fused.py::"
+_GREEDY = "tests/cpu/test_greedy.py::"
+_TWIN = _GREEDY + "test_the_kernel_chooses_what_torch_does"
 
 MUTATIONS = [
     Mutation(
@@ -31,7 +33,7 @@ MUTATIONS = [
         "a team let go keeps its threads",
         "threads that pile up with each model that is loaded",
         "kernels/team.py",
-        "        weakref.finalize(self, self._desk.call, None)\n",
+        "        weakref.finalize(self, self._desk.call, None, threads - 1)\n",
         "",
         _TEAM + "test_a_team_let_go_ends_its_threads",
     ),
@@ -47,7 +49,7 @@ MUTATIONS = [
         "keys and values are stored as they come",
         "one request's NaN in whoever gets its pages next",
         "kernels/rows.py",
-        "    if worst >= _INFINITY:\n",
+        "    if worst >= limit:\n",
         "    if worst < 0:\n",
         _ROWS + "test_what_is_stored_is_finite",
     ),
@@ -146,9 +148,9 @@ MUTATIONS = [
         "threads do not meet between keys and attention",
         "a row that attends to cells that are not written yet",
         "kernels/step.py",
-        "        store_finite(k + cell_floats * 4, layer[VALUES] + cell, cell_floats)\n"
+        "        store_finite(model[KV_SIZE], v, layer[VALUES] + cell, cell_floats)\n"
         "    meet(team)\n",
-        "        store_finite(k + cell_floats * 4, layer[VALUES] + cell, cell_floats)\n",
+        "        store_finite(model[KV_SIZE], v, layer[VALUES] + cell, cell_floats)\n",
         _FUSED + "test_one_kernel_gives_what_plain_layers_give[llama-1]",
     ),
     Mutation(
@@ -179,33 +181,49 @@ MUTATIONS = [
         "the one kernel turns all layers by one rope",
         "Gemma 3 files that are off by all they know of places",
         "kernels/step.py",
-        "step[WINDOW_COS] if layer[WINDOWED] else step[COS]",
-        "step[COS]",
+        "model[WINDOW_TURNS] if layer[WINDOWED] else model[TURNS]",
+        "model[TURNS]",
         _FUSED + "test_one_kernel_gives_what_plain_layers_give[gemma3-1]",
     ),
     Mutation(
         "the one kernel leaves out norms behind products",
         "Gemma 3 files whose layers add up too much",
         "kernels/step.py",
-        "    if not after:\n",
-        "    if after >= 0:\n",
+        "    if layer[AFTER if part == _O else MLP_AFTER]:\n",
+        "    if part < 0:\n",
         _FUSED + "test_one_kernel_gives_what_plain_layers_give[gemma3-1]",
     ),
     Mutation(
         "the one kernel reads as far as the host thinks",
         "a row that sees what is past its end, or a dead one that reads pages that are not its own",
         "model/fused.py",
-        "        lengths[:decode] = inputs.decode_lens_dev.numpy()\n",
-        "        lengths[:decode] = inputs.decode_bounds\n",
+        "        fields[step.LENGTHS] = _at(inputs.decode_lens_dev)\n",
+        "        fields[step.LENGTHS] = inputs.decode_bounds.ctypes.data\n",
         _FUSED + "test_one_kernel_gives_what_plain_layers_give[llama-1]",
     ),
     Mutation(
         "all decode rows have the first one's pages",
         "a request that is answered from another one's prompt, or from a dead row's page",
         "model/fused.py",
-        "np.arange(decode) * (pages.stride(0) * 8)",
-        "np.arange(decode) * 0",
+        "pages.data_ptr(), pages.stride(0) * 8",
+        "pages.data_ptr(), 0",
         _FUSED + "test_one_kernel_gives_what_plain_layers_give[llama-1]",
+    ),
+    Mutation(
+        "keys and values in float16 are read as float32",
+        "two keys as one number, in any precision but the model's own",
+        "kernels/attend.py",
+        "        if size == 2:\n            _half_dot(args)\n",
+        "        if size < 2:\n            _half_dot(args)\n",
+        _ATTEND + "test_a_query_sees_its_positions_and_no_others",
+    ),
+    Mutation(
+        "a tied embedding is looked up as if its steps had no sign",
+        "a model that is told other tokens than its prompt",
+        "kernels/pack.py",
+        "        return np.float32(np.int8(level)) * scale\n",
+        "        return np.float32(level) * scale\n",
+        _LINEAR + "test_rows_that_are_looked_up_are_what_products_are_made_with",
     ),
     Mutation(
         "pools are looked up once",
@@ -218,9 +236,51 @@ MUTATIONS = [
     Mutation(
         "kernels run shapes that they have no code for",
         "rows that read and write each other's numbers",
-        "model/fused.py",
-        "    return spec.head_dim % LANES == 0 and spec.hidden_size % PANEL == 0\n",
-        "    return True\n",
+        "model/spec.py",
+        "self.head_dim % 16 == 0 and self.hidden_size % 32 == 0",
+        "self.head_dim % 2 == 0",
         _FUSED + "test_shapes_that_kernels_have_no_code_for_keep_plain_layers",
+    ),
+    Mutation(
+        "the kernel takes the last of equal logits",
+        "a greedy answer that is another one than torch's",
+        "kernels/choose.py",
+        "        if top > best:\n"
+        "            best, chosen = top, first + _place(at, count, top, _ANY)\n",
+        "        if top >= best:\n"
+        "            best, chosen = top, first + _place(at, count, top, _ANY)\n",
+        _TWIN,
+    ),
+    Mutation(
+        "the kernel reads a word of a mask back to front",
+        "a token that the grammar forbids",
+        "kernels/choose.py",
+        "_TO_SIGN = _BITS[::-1].copy()",
+        "_TO_SIGN = _BITS.copy()",
+        _GREEDY + "test_every_bit_of_every_word_of_a_mask_counts",
+    ),
+    Mutation(
+        "the kernel ignores a mask in its last word",
+        "a token from the vocabulary's padding",
+        "kernels/choose.py",
+        "        if word == 0:\n            continue\n",
+        "        if place == len(words) - 1:\n            word = _ANY\n",
+        _TWIN,
+    ),
+    Mutation(
+        "the kernel looks for numbers alone",
+        "NaN that nobody notices",
+        "kernels/choose.py",
+        "(rank == top or (rank > _HIGHEST and top > _HIGHEST))",
+        "rank == top",
+        _TWIN,
+    ),
+    Mutation(
+        "the kernel takes a part's rows for the first ones",
+        "a row's token sampled from another row's logits",
+        "kernels/choose.py",
+        "int64s(rows, count)[place] if rows else place",
+        "place",
+        _TWIN,
     ),
 ]

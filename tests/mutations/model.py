@@ -284,4 +284,20 @@ MUTATIONS = [
         "            scores = group.scores_dev\n",
         "tests/cpu/test_model_attention.py::test_decode_rows",
     ),
+    Mutation(
+        "a block's halves are swapped",
+        "a model of the right weights in the wrong places",
+        "model/blocks.py",
+        "    low, high = out.unflatten(1, (2, -1)).unbind(1)\n",
+        "    high, low = out.unflatten(1, (2, -1)).unbind(1)\n",
+        "tests/cpu/test_start.py::test_blocks_are_to_the_bit_what_the_gguf_package_makes_of_them",
+    ),
+    Mutation(
+        "all blocks are read by the gguf package",
+        "a start that is a second longer",
+        "model/blocks.py",
+        "    return _READERS.get(kind)\n",
+        "    return None\n",
+        "tests/cpu/test_start.py::test_a_file_of_common_blocks_is_mapped_once_and_let_go",
+    ),
 ]

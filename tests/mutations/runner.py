@@ -312,9 +312,9 @@ MUTATIONS = [
     Mutation(
         "a wait is not told",
         "serial work that nobody sees",
-        "runner/runner.py",
-        "        syncs = [Sync(reason, rows) for reason in dict.fromkeys(waited)]\n",
-        "        syncs = []\n",
+        "runner/arrival.py",
+        "    syncs = [Sync(reason, rows) for reason in reasons]\n",
+        "    syncs = []\n",
         "tests/cpu/test_steady.py::test_copies_that_block_are_named_and_counted",
     ),
     Mutation(

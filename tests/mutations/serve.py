@@ -384,9 +384,9 @@ MUTATIONS = [
     Mutation(
         "pooled states are read and not counted",
         "a copy before landing that no figure tells of",
-        "runner/runner.py",
-        "        wanting = len(staged.first.group.hidden_rows) + len(staged.pools)\n",
-        "        wanting = len(staged.first.group.hidden_rows)\n",
+        "runner/arrival.py",
+        "    wanting = len(staged.first.group.hidden_rows) + len(staged.pools)\n",
+        "    wanting = len(staged.first.group.hidden_rows)\n",
         _POOLING + "test_pools_are_those_of_transformers_states[--loop overlap]",
     ),
     Mutation(

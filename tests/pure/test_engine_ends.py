@@ -314,7 +314,9 @@ def test_an_engine_that_can_not_be_built_leaves_no_executor(
     def unbuilt(*_: object) -> Engine:
         raise fault
 
-    monkeypatch.setattr(assemble, "_executor", lambda kind, spec: (falling, time.perf_counter_ns))
+    monkeypatch.setattr(
+        assemble, "_executor", lambda kind, spec, worker: (falling, time.perf_counter_ns)
+    )
     monkeypatch.setattr(assemble, "Engine", unbuilt)
     with pytest.raises(fault):
         assemble.build_engine(config_from("toy", {"threads": 1}))

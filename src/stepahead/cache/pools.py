@@ -3,16 +3,23 @@
 Every cell is finite from the start and stays so: attention reads cells past a row's end with weight
 zero, and zero times NaN is NaN.  Without that, a request whose own states overflow would spoil all
 who get its pages after it.
+
+On the CPU a pool is memory that the kernel gives, zeroed, at its first use: what no row has used is
+not resident, and to start costs the same whatever the pool's size.
 """
 
 from __future__ import annotations
+
+import mmap
+import sys
+from math import prod
 
 import torch
 from torch import Tensor
 
 
 class KVPool:
-    """Keys and values of all layers, allocated once and zero.
+    """Keys and values of all layers, mapped once and zero.
 
     `k[layer]` and `v[layer]` are [num_pages, page_size, num_kv_heads, head_dim].
     """
@@ -30,8 +37,8 @@ class KVPool:
         shape = (num_pages, page_size, num_kv_heads, head_dim)
         self.num_pages = num_pages
         self.page_size = page_size
-        self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.k = [_zeros(shape, dtype, device) for _ in range(num_layers)]
+        self.v = [_zeros(shape, dtype, device) for _ in range(num_layers)]
         self._k_cells = [pages.flatten(0, 1) for pages in self.k]
         self._v_cells = [pages.flatten(0, 1) for pages in self.v]
 
@@ -48,7 +55,7 @@ class KVPool:
 
 
 class LatentPool:
-    """Two groups of page tensors under one page table, allocated once and zero.
+    """Two groups of page tensors under one page table, mapped once and zero.
 
     `rows[layer]`  [num_pages, page_size, row_values], what all heads of a layer read
     `keys[layer]`  [num_pages, page_size, key_values] of the layers that own an indexer, for which a
@@ -70,7 +77,7 @@ class LatentPool:
         """`indexers`: for each layer whether it owns an indexer."""
 
         def pages(values: int) -> Tensor:
-            return torch.zeros((num_pages, page_size, values), dtype=dtype, device=device)
+            return _zeros((num_pages, page_size, values), dtype, device)
 
         self.page_size = page_size
         self.rows = [pages(row_values) for _ in indexers]
@@ -88,3 +95,17 @@ class LatentPool:
 def _store(pages: Tensor, cells: Tensor, values: Tensor) -> None:
     values.nan_to_num_()
     pages.flatten(0, 1).index_copy_(0, cells, values)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Zeros; MemoryError or torch's own error when they can't be had."""
+    nbytes = prod(shape) * dtype.itemsize
+    # torch.zeros writes to all of its memory
+    if torch.device(device).type != "cpu" or not nbytes or sys.platform == "win32":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    try:
+        # private, else it counts as shared memory
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"{nbytes:,} bytes of KV pool: {error.strerror}") from error
+    return torch.frombuffer(memory, dtype=dtype).view(shape)

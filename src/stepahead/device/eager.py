@@ -18,6 +18,7 @@ from stepahead.device.side import SideThread
 from stepahead.sync import SyncReason, Waited
 
 _PLACE = torch.device("cpu")
+_PAUSE_S = 2e-4  # for what a launch does in Python between its last job for a side and its forward
 
 
 class _Passed:
@@ -59,6 +60,13 @@ class _Direct:
 
     def send(self) -> None:
         return
+
+
+class _Given(_Direct):
+    """As above, but the arrays are the device's from now on."""
+
+    def add(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array)
 
 
 class _Again:
@@ -120,12 +128,12 @@ class EagerDevice:
         return _Direct(f"staging {step}")
 
     def stage_late(self, step: int) -> _Direct:
-        """Copies, too."""
-        return _Direct(f"late staging {step}")
+        """Copies nothing: what is staged late was made for the device alone."""
+        return _Given(f"late staging {step}")
 
     def side(self, name: str) -> SideThread:
-        """A thread."""
-        return SideThread(name=name)
+        """A thread, which leaves the one that calls it the time to come to its forward."""
+        return SideThread(name=name, pause_s=_PAUSE_S)
 
     def download(self, source: Callable[[], Tensor], name: str) -> _Here:
         """The tensor itself: results are never written again."""

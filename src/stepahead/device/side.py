@@ -58,9 +58,14 @@ class SideThread:
     """One daemon thread.  Jobs and marks come from one thread of the host."""
 
     def __init__(
-        self, begin: Callable[[], None] = lambda: None, name: str = "stepahead-copy"
+        self,
+        begin: Callable[[], None] = lambda: None,
+        name: str = "stepahead-copy",
+        pause_s: float = 0.0,
     ) -> None:
-        """`begin` runs first, in the thread of that name."""
+        """`begin` runs first, in the thread of that name.  `pause_s`: how long it sleeps on when it
+        is woken, so that it doesn't fight for the interpreter with who has woken it."""
+        self._pause_s = pause_s
         self._work: queue.SimpleQueue[Callable[[], None] | Mark | None] = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self._closed = False
@@ -101,8 +106,15 @@ class SideThread:
         self._work.put(None)  # for when it comes free
 
     def _run(self) -> None:
-        while (item := self._work.get()) is not None:
+        while (item := self._next()) is not None:
             self._step(item)
+
+    def _next(self) -> Callable[[], None] | Mark | None:
+        if self._pause_s and self._work.empty():
+            item = self._work.get()
+            time.sleep(self._pause_s)
+            return item
+        return self._work.get()
 
     def _step(self, item: Callable[[], None] | Mark | None) -> None:
         if isinstance(item, Mark):

@@ -42,6 +42,7 @@ class Kind(IntEnum):
     BUILD_FAILED = 4  # why it isn't
     RESULT = 5
     MESSAGE = 6  # either way, between a server's front and its engine
+    IMPORT = 7  # host to worker, before START: modules that the runner will need
 
 
 class Channel:

@@ -41,6 +41,11 @@ class InlineFlight:
             self._executor.fail(self._step, error)
             return True
 
+    @property
+    def unheard(self) -> bool:
+        """As a RunnerFlight's."""
+        return self._flight is not None and self._flight.unheard
+
     def land(self) -> Result:
         """Waits, asleep, for this step's results; StepFailed if it or a step before it failed,
         EngineClosed after `close`, which has taken the device away."""
@@ -104,12 +109,17 @@ class InlineExecutor:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
+        self.notes = runner.notes
         self._failed: tuple[int, StepFailed] | None = None  # the first step that failed, and why
         self.at_work = _AtWork(self._close_runner)
 
     def now_ns(self) -> int:
         """The clock of the times in results."""
         return self._runner.now_ns()
+
+    def tell_begun(self, begun: Callable[[], None]) -> None:
+        """From now on `begun` is called in each launch that comes as far as the model."""
+        self._runner.tell_begun(begun)
 
     def launch(self, plan: Plan) -> InlineFlight:
         """Returns when the runner's `launch` does; EngineClosed after `close`."""

@@ -64,6 +64,46 @@ class ProcessFlight:
         return result
 
 
+class StartedWorker:
+    """A worker's process that has not heard yet what it is to run, and loads modules meanwhile.
+
+    A ProcessExecutor takes it over; else `close` ends it.
+    """
+
+    def __init__(
+        self,
+        modules: tuple[str, ...] = (),
+        more_fds: tuple[int, ...] = (),
+        on_end: WeakMethod[Callable[[], None]] | None = None,
+    ) -> None:
+        """Starts it and waits for nothing; OSError when nothing can start.
+
+        `modules` are those that its runner will need: what is wrong with one is told by whoever
+        builds the runner.  `more_fds` and `on_end` as in `Child`.
+        """
+        self._on_end = on_end
+        self.channel, fds = open_channel()
+        try:
+            self.child = Child(fds, WeakMethod(self._ended), more_fds)
+        except BaseException:
+            self.channel.close()
+            raise
+        if modules:
+            with contextlib.suppress(*_GONE):  # whoever tells it what to run is told so
+                self.channel.send(Kind.IMPORT, " ".join(modules).encode())
+
+    def _ended(self) -> None:
+        self.channel.hang_up()
+        if self._on_end is not None and (tell := self._on_end()) is not None:
+            tell()
+
+    def close(self) -> None:
+        """Ends it without a word, for it would not hear while it loads.  Idempotent."""
+        self.child.stop(0.0)
+        self.channel.hang_up()
+        self.channel.close()
+
+
 class ProcessExecutor:
     """One worker process.  `launch` and `land` are for one thread; `close` is for any, and ends
     a wait of that one."""
@@ -76,8 +116,9 @@ class ProcessExecutor:
         *,
         ends: StageEnds | None = None,
         on_end: WeakMethod[Callable[[], None]] | None = None,
+        worker: StartedWorker | None = None,
     ) -> None:
-        """Starts the worker and waits until its runner stands.
+        """Starts the worker, if none is given that was, and waits until its runner stands.
 
         `builder` is the "module:function" that makes a runner of the spec, in the worker.  What it
         raises is raised here: ModelError, ConfigError and their kin as they are, all else as
@@ -86,19 +127,16 @@ class ProcessExecutor:
         One of several stages is linked with others by its `ends`, which it takes over, tells
         `on_end` when its process has ended, and is waited for by `await_runner`.
         """
-        self._on_end = on_end
-        more_fds = () if ends is None else ends.fds
-        self._channel, fds = open_channel()
         self._flights: deque[ProcessFlight] = deque()
         self._enter: Enter = int  # tells nobody
+        self.notes: tuple[str, ...] = ()  # what the runner found out as it loaded the model
         self._closed = False
         self._closing = threading.Lock()  # taken by the first to close, for good
         self._owner = os.getpid()
-        try:
-            self.child = Child(fds, WeakMethod(self._ended), more_fds)
-        except BaseException:
-            self._channel.close()
-            raise
+        if worker is None:
+            worker = StartedWorker((), () if ends is None else ends.fds, on_end)
+        self._worker = worker  # held: its end is told through it
+        self._channel, self.child = worker.channel, worker.child
         try:
             self._send_start(spec, builder, ends)
             if ends is None:
@@ -185,11 +223,6 @@ class ProcessExecutor:
         """Ends every wait for the worker; what it has sent before still counts."""
         self._channel.hang_up()
 
-    def _ended(self) -> None:
-        self.hang_up()
-        if self._on_end is not None and (tell := self._on_end()) is not None:
-            tell()
-
     def _send_start(self, spec: RunnerSpec, builder: str, ends: StageEnds | None) -> None:
         # pickle and not msgpack: the worker must see the very options an inline runner would
         try:
@@ -207,6 +240,7 @@ class ProcessExecutor:
         kind, payload = self._next_frame()
         if kind == Kind.BUILD_FAILED:
             raise decode_build_failure(payload)
+        self.notes = tuple(payload.decode().splitlines())
 
     def build_failure(self) -> StepaheadError | None:
         """Why the runner could not be built, if the worker has said so by now."""

@@ -16,7 +16,7 @@ from stepahead.explain import glm
 from stepahead.explain.report import Entry
 from stepahead.explain.sizes import Cache, Part, Sizes
 from stepahead.model.sparse import CellKind, bytes_per_token, told
-from stepahead.model.spec import ModelSpec, kv_bytes_per_token, read_spec
+from stepahead.model.spec import ModelSpec, kv_bytes_per_token, kv_width, read_spec
 
 TOY = "toy"
 # described in the package, so that it is explained where there is no such file
@@ -94,11 +94,12 @@ def _dense(name: str, spec: ModelSpec, options: Mapping[str, Any]) -> Described:
 
     kept = {key: options[key] for key in ("dtype", "quantization", "device") if key in options}
     config = EngineConfig(name, **kept)
+    width = kv_width(spec, DTYPE_BYTES[config.dtype], config.quantization)
     facts = ModelFacts(
         vocab_size=spec.vocab_size,
         max_len=spec.max_len,
         eos_ids=spec.eos_token_ids,
-        kv_bytes_per_token=kv_bytes_per_token(spec, DTYPE_BYTES[config.dtype]),
+        kv_bytes_per_token=kv_bytes_per_token(spec, width),
         weight_bytes=weight_bytes(spec, config),
         packs=True,
     )

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from stepahead.kernels.emit import F32, LANES, Emitter, Value, emitted
+from stepahead.kernels.emit import F16, F32, LANES, Emitter, Value, emitted
 from stepahead.kernels.jit import inner
 from stepahead.kernels.memory import floats, int64s
 from stepahead.kernels.rows import exp
@@ -20,19 +20,26 @@ _KEYS = 4  # that share what is read of a query
 _VECTORS = 8  # of values that are summed in registers
 
 
-def _dots(keys: int) -> Any:
+def _loaded(emit: Emitter, half: bool, place: Value) -> Value:
+    """A vector of a pool's numbers, as float32."""
+    if not half:
+        return emit.load(place, emit.vector(F32), 4)
+    return emit.builder.fpext(emit.load(place, emit.vector(F16), 2), emit.vector(F32))
+
+
+def _dots(keys: int, half: bool) -> Any:
     """out[i] = q . k[i] for `keys` keys."""
+    size = (2 if half else 4) * LANES
 
     def write(emit: Emitter, q: Value, vectors: Value, k: Value, stride: Value, out: Value) -> None:
         kind = emit.vector(F32)
 
         def some(index: Value, sums: list[Value]) -> list[Value]:
-            offset = emit.times(index, 4 * LANES)
-            query = emit.load(emit.at(q, offset), kind, 4)
+            query = emit.load(emit.at(q, emit.times(index, 4 * LANES)), kind, 4)
             given = []
             for key, before in enumerate(sums):
-                place = emit.at(k, offset, emit.times(stride, key))
-                given.append(emit.fma(query, emit.load(place, kind, 4), before))
+                place = emit.at(k, emit.times(index, size), emit.times(stride, key))
+                given.append(emit.fma(query, _loaded(emit, half, place), before))
             return given
 
         sums = emit.loop(vectors, [emit.zeros(kind)] * keys, some)
@@ -42,8 +49,9 @@ def _dots(keys: int) -> Any:
     return emitted(5, write)
 
 
-def _blend(vectors: int) -> Any:
+def _blend(vectors: int, half: bool) -> Any:
     """out += sum of weights[i] * v[i] over `count` values, for `vectors` vectors of each."""
+    size = (2 if half else 4) * LANES
 
     def write(
         emit: Emitter, weights: Value, v: Value, stride: Value, count: Value, out: Value
@@ -55,7 +63,7 @@ def _blend(vectors: int) -> Any:
             weight = emit.splat(emit.load(emit.at(weights, emit.times(index, 4)), F32, 4))
             value = emit.at(v, emit.times(index, stride))
             return [
-                emit.fma(weight, emit.load(emit.at(value, 4 * LANES * at), kind, 4), before)
+                emit.fma(weight, _loaded(emit, half, emit.at(value, size * at)), before)
                 for at, before in enumerate(sums)
             ]
 
@@ -85,31 +93,51 @@ def _write_exps(emit: Emitter, scores: Value, most: Value, vectors: Value, total
     emit.store(emit.total(sums), total, 4)
 
 
-_dots_of_four, _dot = _dots(_KEYS), _dots(1)
-_blend_many, _blend_one = _blend(_VECTORS), _blend(1)
+_dots_of_four, _dot = _dots(_KEYS, half=False), _dots(1, half=False)
+_half_dots_of_four, _half_dot = _dots(_KEYS, half=True), _dots(1, half=True)
+_blend_many, _blend_one = _blend(_VECTORS, half=False), _blend(1, half=False)
+_half_blend_many, _half_blend_one = _blend(_VECTORS, half=True), _blend(1, half=True)
 _exps = emitted(4, _write_exps)
 
 
 @inner
-def _score(q: int, head_dim: int, k: int, stride: int, count: int, out: int) -> None:
+def _score(size: int, q: int, head_dim: int, k: int, stride: int, count: int, out: int) -> None:
     vectors = head_dim // LANES
     at = 0
     while at + _KEYS <= count:
-        _dots_of_four((q, vectors, k + at * stride, stride, out + at * 4))
+        args = (q, vectors, k + at * stride, stride, out + at * 4)
+        if size == 2:
+            _half_dots_of_four(args)
+        else:
+            _dots_of_four(args)
         at += _KEYS
     while at < count:
-        _dot((q, vectors, k + at * stride, stride, out + at * 4))
+        args = (q, vectors, k + at * stride, stride, out + at * 4)
+        if size == 2:
+            _half_dot(args)
+        else:
+            _dot(args)
         at += 1
 
 
 @inner
-def _add_values(weights: int, v: int, stride: int, count: int, head_dim: int, out: int) -> None:
+def _add_values(
+    size: int, weights: int, v: int, stride: int, count: int, head_dim: int, out: int
+) -> None:
     at, vectors = 0, head_dim // LANES
     while at + _VECTORS <= vectors:
-        _blend_many((weights, v + at * LANES * 4, stride, count, out + at * LANES * 4))
+        args = (weights, v + at * LANES * size, stride, count, out + at * LANES * 4)
+        if size == 2:
+            _half_blend_many(args)
+        else:
+            _blend_many(args)
         at += _VECTORS
     while at < vectors:
-        _blend_one((weights, v + at * LANES * 4, stride, count, out + at * LANES * 4))
+        args = (weights, v + at * LANES * size, stride, count, out + at * LANES * 4)
+        if size == 2:
+            _half_blend_one(args)
+        else:
+            _blend_one(args)
         at += 1
 
 
@@ -131,6 +159,7 @@ def _weigh(scores: int, count: int, scale: float, spare: int) -> float:
 
 @inner
 def attend(
+    size: int,
     q: int,
     heads: int,
     head_dim: int,
@@ -147,6 +176,7 @@ def attend(
 ) -> None:
     """Query heads that share a head of keys and values, over positions begin .. end.
 
+    size     bytes of a number in the pools: 4 for float32, 2 for float16
     q, out   float32[heads, head_dim]
     k, v     this head's numbers in the pools' first cell, and bytes from cell to cell
     table    int64 pages of the row, in order of its positions
@@ -161,7 +191,7 @@ def attend(
             offset = position % page_size
             count = min(page_size - offset, end - position)
             cell = (pages[position // page_size] * page_size + offset) * stride
-            _score(query, head_dim, k + cell, stride, count, scores + (position - begin) * 4)
+            _score(size, query, head_dim, k + cell, stride, count, scores + (position - begin) * 4)
             position += count
         share = _weigh(scores, end - begin, scale, spare)
         _zero(out + head * head_dim * 4, head_dim)
@@ -171,7 +201,7 @@ def attend(
             count = min(page_size - offset, end - position)
             cell = (pages[position // page_size] * page_size + offset) * stride
             weights = scores + (position - begin) * 4
-            _add_values(weights, v + cell, stride, count, head_dim, out + head * head_dim * 4)
+            _add_values(size, weights, v + cell, stride, count, head_dim, out + head * head_dim * 4)
             position += count
         given = floats(out + head * head_dim * 4, head_dim)
         for at in range(head_dim):

@@ -51,6 +51,11 @@ def entry(signature: str) -> Callable[[_Function], _Function]:
     return compiled
 
 
+def compiled_before() -> bool:
+    """Whether these sources have a cache; without one, compiling them takes a while."""
+    return Path(_cache_folder()).exists()
+
+
 def _cache_folder() -> str:
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return str(Path(home) / "stepahead" / "kernels" / _stamp())

@@ -1,46 +1,17 @@
-"""Matrices into the order in which tile.py reads them, rounded where the format says so."""
+"""Matrices into the order in which tile.py reads them, rounded where the format says so; and single
+channels back out of it."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numba import types
-from numba.extending import intrinsic
 
-from stepahead.kernels.emit import F16, I16
 from stepahead.kernels.jit import entry, inner
-from stepahead.kernels.memory import bytes_at, floats, int16s
+from stepahead.kernels.memory import bytes_at, floats, from_half, int16s, int64s, to_half
 from stepahead.kernels.rows import GROUP_OF, UNIT
 from stepahead.kernels.team import meet, take
-from stepahead.kernels.tile import FLOAT32, INT8, PANEL
+from stepahead.kernels.tile import FLOAT16, FLOAT32, INT4, INT8, PANEL
 
 _MOST_INT8, _MOST_INT4 = 127, 15
-
-
-@intrinsic
-def _as_half(typing_context: Any, value: Any) -> Any:
-    """float32 as the bits of the nearest float16."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(builder.fptrunc(args[0], F16), I16)
-
-    return types.int16(types.float32), generate
-
-
-@intrinsic
-def _from_half(typing_context: Any, bits: Any) -> Any:
-    """The way back."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        value = builder.bitcast(args[0], F16)
-        return builder.fpext(value, context.get_value_type(types.float32))
-
-    return types.float32(types.int16), generate
-
-
-_to_half: Any = _as_half
-_of_half: Any = _from_half
 
 
 @inner
@@ -53,7 +24,7 @@ def _copy_float(kind: int, w: np.ndarray, out: int, channel: int, column: int, s
     else:
         halves = int16s(out, (column + size) * PANEL)
         for at in range(size):
-            halves[place + at * PANEL] = _to_half(np.float32(w[at]))
+            halves[place + at * PANEL] = to_half(np.float32(w[at]))
 
 
 @inner
@@ -61,9 +32,9 @@ def _round_int8(w: np.ndarray, size: int, scale: np.ndarray, out: np.ndarray, ch
     most = np.float32(0)
     for at in range(size):
         most = max(most, abs(w[at]))
-    half = _to_half(np.float32(most * np.float32(UNIT / _MOST_INT8)))
+    half = to_half(np.float32(most * np.float32(UNIT / _MOST_INT8)))
     scale[channel] = half
-    step = _of_half(half) / np.float32(UNIT)
+    step = from_half(half) / np.float32(UNIT)
     for at in range(size):
         level = np.rint(w[at] / step) if step > 0 else np.float32(0)
         level = min(max(level, np.float32(-_MOST_INT8)), np.float32(_MOST_INT8))
@@ -75,11 +46,11 @@ def _round_int4(w: np.ndarray, size: int, scale: np.ndarray, out: np.ndarray, ch
     low, high = w[0], w[0]
     for at in range(size):
         low, high = min(low, w[at]), max(high, w[at])
-    half_step = _to_half(np.float32((high - low) * np.float32(UNIT / _MOST_INT4)))
-    half_low = _to_half(np.float32(low * np.float32(UNIT)))
+    half_step = to_half(np.float32((high - low) * np.float32(UNIT / _MOST_INT4)))
+    half_low = to_half(np.float32(low * np.float32(UNIT)))
     scale[channel], scale[PANEL + channel] = half_step, half_low
-    step = _of_half(half_step) / np.float32(UNIT)
-    low = _of_half(half_low) / np.float32(UNIT)
+    step = from_half(half_step) / np.float32(UNIT)
+    low = from_half(half_low) / np.float32(UNIT)
     for at in range(size):
         level = np.rint((w[at] - low) / step) if step > 0 else np.float32(0)
         bits = np.int64(min(max(level, np.float32(0)), np.float32(_MOST_INT4)))
@@ -122,4 +93,56 @@ def pack(
                         _round_int4(here, len(here), scale, stored, channel)
                 else:
                     _copy_float(kind, here, at, channel, 0, len(here))
+    meet(team)
+
+
+@inner
+def _level(kind: int, at: int, scales: int, column: int, channel: int) -> np.float32:
+    """A weight of an integer format: its group at `at`, its place in it `column`."""
+    scale = from_half(int16s(scales, PANEL)[channel]) / np.float32(UNIT)
+    if kind == INT8:
+        stored = bytes_at(at, (column + 2) * PANEL)
+        level = stored[(column // 2) * 2 * PANEL + 2 * channel + column % 2]
+        return np.float32(np.int8(level)) * scale
+    stored = bytes_at(at, (column // 4 + 1) * 2 * PANEL)
+    pair = stored[(column // 4) * 2 * PANEL + 2 * channel + column % 2]
+    bits = pair >> 4 if column % 4 >= 2 else pair & 15
+    least = from_half(int16s(scales + 2 * PANEL, PANEL)[channel]) / np.float32(UNIT)
+    return np.float32(bits) * scale + least
+
+
+@entry("void(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64)")
+def unpack(
+    rank: int,
+    team: int,
+    kind: int,
+    channels: int,
+    count: int,
+    columns: int,
+    groups: int,
+    weights: int,
+    group_bytes: int,
+    scales: int,
+    out: int,
+) -> None:
+    """Of a packed matrix, the channels int64[count] at `channels` as float32[count, columns]."""
+    size = GROUP_OF[kind]
+    scale_bytes = 4 * PANEL if kind == INT4 else 2 * PANEL
+    while True:
+        row = take(team)
+        if row >= count:
+            break
+        wanted = int64s(channels, count)[row]
+        given = floats(out + row * columns * 4, columns)
+        for column in range(columns):
+            place = wanted // PANEL * groups + column // size
+            at, channel, inner_column = weights + place * group_bytes, wanted % PANEL, column % size
+            if kind == FLOAT32:
+                given[column] = floats(at, size * PANEL)[inner_column * PANEL + channel]
+            elif kind == FLOAT16:
+                half = int16s(at, size * PANEL)[inner_column * PANEL + channel]
+                given[column] = from_half(half)
+            else:
+                its = scales + place * scale_bytes
+                given[column] = _level(kind, at, its, inner_column, channel)
     meet(team)

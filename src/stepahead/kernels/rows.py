@@ -9,7 +9,7 @@ from llvmlite import ir
 
 from stepahead.kernels.emit import F32, I32, LANES, Emitter, Value, emitted
 from stepahead.kernels.jit import inner
-from stepahead.kernels.memory import floats, int16s, int32s
+from stepahead.kernels.memory import floats, int16s, int32s, to_half
 from stepahead.kernels.tile import GROUP, INT4, INT8
 
 MOST = 32767  # of an activation in int16
@@ -17,7 +17,8 @@ UNIT = 1024.0  # scales of groups of weights are kept times this, so that float1
 _SIGN = 0x7FFFFFFF
 _INFINITY = 0x7F800000
 _LEAST = 0x0DA24260  # the bits of 1e-30: 32767 times as many would overflow
-_LARGEST = np.float32(3.4028235e38)
+_LARGEST, _LARGEST_HALF = np.float32(3.4028235e38), np.float32(65504.0)
+_HALF_LIMIT = 0x477FE000  # the bits of 65504
 SILU, GELU_TANH = range(2)
 
 _LOG2_E, _LN2_HIGH, _LN2_LOW = 1.44269504088896341, 0.693359375, -2.12194440e-4
@@ -178,18 +179,25 @@ def rotate(x: int, table: int, head_dim: int, heads: int) -> None:
 
 
 @inner
-def store_finite(x: int, out: int, count: int) -> None:
-    """Copy float32[count]; NaN becomes 0 and infinity the largest number, in x too: a cell with NaN
-    in it would spoil whoever gets its page next."""
-    values, bits, cell = floats(x, count), int32s(x, count), floats(out, count)
+def store_finite(size: int, x: int, out: int, count: int) -> None:
+    """Copy float32[count] as float32 (size 4) or float16 (2).  NaN becomes 0 and what is too large
+    the largest number, in x too: a cell with NaN in it would spoil whoever gets its page next."""
+    values, bits = floats(x, count), int32s(x, count)
+    largest, limit = (_LARGEST_HALF, _HALF_LIMIT) if size == 2 else (_LARGEST, _INFINITY)
     worst = np.int32(0)
     for at in range(count):
         worst = max(worst, bits[at] & np.int32(_SIGN))
-    if worst >= _INFINITY:
+    if worst >= limit:
         for at in range(count):
             if bits[at] & np.int32(_SIGN) > _INFINITY:
                 values[at] = 0
             else:
-                values[at] = min(max(values[at], -_LARGEST), _LARGEST)
-    for at in range(count):
-        cell[at] = values[at]
+                values[at] = min(max(values[at], -largest), largest)
+    if size == 2:
+        halves = int16s(out, count)
+        for at in range(count):
+            halves[at] = to_half(values[at])
+    else:
+        cell = floats(out, count)
+        for at in range(count):
+            cell[at] = values[at]

@@ -16,24 +16,23 @@ from stepahead.kernels.team import meet, take
 
 # What `layers` is told, int64[..]: addresses, counts, and strides in bytes.
 # A step:
-(COUNT, X_AT, TABLES, LENGTHS, CELLS, COS, WINDOW_COS, SCRATCH, SCRATCH_BYTES) = range(9)
-STEP_FIELDS = 9
+(COUNT, X_AT, CELLS, POSITIONS, SCRATCH, SCRATCH_BYTES, LAST_NORM) = range(7)
+# the first rows, each of which reads a row of a page table and has its length in an array; and the
+# others, for each of which an array has the address of its pages and one its length
+(DECODED, PAGES, PAGES_BYTES, LENGTHS, TABLES, OTHER_LENGTHS, STEP_FIELDS) = range(7, 14)
 # Memory between the parts of a layer, and how far its rows are apart:
 (QKV, QKV_BYTES, SEEN, SEEN_BYTES, GATED, GATED_BYTES, ADDED, ADDED_BYTES) = range(8)
 (INPUTS, INPUTS_BYTES, SUMS, SUMS_BYTES, INPUT_SCALES, X_BYTES, BUFFER_FIELDS) = range(8, 15)
 # A model:
-(LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP, ACTIVATION, WINDOW, PAGE_SIZE) = range(9)
-MODEL_FIELDS = 9
+(LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP, ACTIVATION, WINDOW) = range(8)
+# positions of a page, bytes of a number in one, and cosines and sines by position
+(PAGE_SIZE, KV_SIZE, TURNS, WINDOW_TURNS, MODEL_FIELDS) = range(8, 13)
 # A layer: norms (0 where there is none), pools, whether it sees a window only, and matrices
 (NORM, AFTER, MLP_NORM, MLP_AFTER, Q_NORM, K_NORM, KEYS, VALUES, WINDOWED, MATRICES) = range(10)
+_QKV, _O, _GATE_UP, _DOWN = range(4)
 _MATRICES = 4
+_MANY_ROWS = 4
 LAYER_FIELDS = MATRICES + _MATRICES * FIELDS
-
-
-@inner
-def _matrix(layer: np.ndarray, index: int) -> np.ndarray:
-    begin = MATRICES + index * FIELDS
-    return layer[begin : begin + FIELDS]
 
 
 @inner
@@ -51,32 +50,48 @@ def _prepare(row: int, x: int, count: int, matrix: np.ndarray, buffers: np.ndarr
 
 
 @inner
-def _product(
-    team: int, step: np.ndarray, buffers: np.ndarray, matrix: np.ndarray, out: int, stride: int
-) -> None:
-    multiply(team, _inputs(buffers), step[COUNT], matrix, out, stride, out == step[X_AT])
-    meet(team)
+def _row_for(
+    part: int,
+    row: int,
+    own: int,
+    layer: np.ndarray,
+    eps: float,
+    model: np.ndarray,
+    buffers: np.ndarray,
+    x: int,
+) -> tuple[int, int]:
+    """What a row brings to a matrix: where its numbers are, and how many; `own` has room."""
+    if part == _O:
+        return buffers[SEEN] + row * buffers[SEEN_BYTES], model[HEADS] * model[HEAD_DIM]
+    if part == _DOWN:
+        gates = buffers[GATED] + row * buffers[GATED_BYTES]
+        gate(model[ACTIVATION], gates, gates + model[MLP] * 4, own, model[MLP])
+        return own, model[MLP]
+    weight = layer[NORM if part == _QKV else MLP_NORM]
+    norm(x + row * buffers[X_BYTES], weight, eps, own, model[HIDDEN])
+    return own, model[HIDDEN]
 
 
 @inner
-def _normed(
+def _prepared(
     team: int,
     rank: int,
-    weight: int,
-    eps: float,
+    part: int,
     matrix: np.ndarray,
+    layer: np.ndarray,
+    eps: float,
     model: np.ndarray,
     step: np.ndarray,
     buffers: np.ndarray,
 ) -> None:
-    """The rows of x, normed, as inputs of a matrix."""
+    """All rows as inputs of a matrix."""
     own = step[SCRATCH] + rank * step[SCRATCH_BYTES]
     while True:
         row = take(team)
         if row >= step[COUNT]:
             break
-        norm(step[X_AT] + row * buffers[X_BYTES], weight, eps, own, model[HIDDEN])
-        _prepare(row, own, model[HIDDEN], matrix, buffers)
+        x, count = _row_for(part, row, own, layer, eps, model, buffers, step[X_AT])
+        _prepare(row, x, count, matrix, buffers)
     meet(team)
 
 
@@ -92,7 +107,8 @@ def _placed(
     """Queries and keys normed and turned, keys and values written to the pools."""
     head_dim, heads, kv_heads = model[HEAD_DIM], model[HEADS], model[KV_HEADS]
     head_bytes, cell_floats = head_dim * 4, model[KV_HEADS] * model[HEAD_DIM]
-    tables = int64s(step[WINDOW_COS] if layer[WINDOWED] else step[COS], step[COUNT])
+    turns = model[WINDOW_TURNS] if layer[WINDOWED] else model[TURNS]
+    positions = int64s(step[POSITIONS], step[COUNT])
     cells = int64s(step[CELLS], step[COUNT])
     while True:
         row = take(team)
@@ -104,11 +120,22 @@ def _placed(
             for head in range(heads + kv_heads):
                 at = q + head * head_bytes
                 norm(at, layer[Q_NORM] if head < heads else layer[K_NORM], eps, at, head_dim)
-        rotate(q, tables[row], head_dim, heads + kv_heads)
-        cell = cells[row] * cell_floats * 4
-        store_finite(k, layer[KEYS] + cell, cell_floats)
-        store_finite(k + cell_floats * 4, layer[VALUES] + cell, cell_floats)
+        rotate(q, turns + positions[row] * head_bytes, head_dim, heads + kv_heads)
+        cell = cells[row] * cell_floats * model[KV_SIZE]
+        v = k + cell_floats * 4
+        store_finite(model[KV_SIZE], k, layer[KEYS] + cell, cell_floats)
+        store_finite(model[KV_SIZE], v, layer[VALUES] + cell, cell_floats)
     meet(team)
+
+
+@inner
+def _reads(row: int, step: np.ndarray) -> tuple[int, int]:
+    """Where a row's pages are named, and how many positions it sees."""
+    if row < step[DECODED]:
+        length = int64s(step[LENGTHS], step[DECODED])[row]
+        return step[PAGES] + row * step[PAGES_BYTES], length
+    other, others = row - step[DECODED], step[COUNT] - step[DECODED]
+    return int64s(step[TABLES], others)[other], int64s(step[OTHER_LENGTHS], others)[other]
 
 
 @inner
@@ -121,27 +148,31 @@ def _attended(
     step: np.ndarray,
     buffers: np.ndarray,
 ) -> None:
-    head_dim, kv_heads = model[HEAD_DIM], model[KV_HEADS]
+    head_dim, kv_heads, size = model[HEAD_DIM], model[KV_HEADS], model[KV_SIZE]
     group = model[HEADS] // kv_heads
-    tables, lengths = int64s(step[TABLES], step[COUNT]), int64s(step[LENGTHS], step[COUNT])
+    # heads of queries that go together read their keys once; few rows leave threads without work
+    together = group if step[COUNT] >= _MANY_ROWS else 1
+    pieces = model[HEADS] // together
     own = step[SCRATCH] + rank * step[SCRATCH_BYTES]
     while True:
         piece = take(team)
-        if piece >= step[COUNT] * kv_heads:
+        if piece >= step[COUNT] * pieces:
             break
-        row, head = piece // kv_heads, piece % kv_heads
-        end = lengths[row]
+        row, first = piece // pieces, piece % pieces * together
+        head = first // group
+        table, end = _reads(row, step)
         begin = max(0, end - model[WINDOW]) if layer[WINDOWED] else 0
-        shared = head * group * head_dim * 4
+        shared = first * head_dim * 4
         attend(
+            size,
             buffers[QKV] + row * buffers[QKV_BYTES] + shared,
-            group,
+            together,
             head_dim,
-            layer[KEYS] + head * head_dim * 4,
-            layer[VALUES] + head * head_dim * 4,
-            kv_heads * head_dim * 4,
+            layer[KEYS] + head * head_dim * size,
+            layer[VALUES] + head * head_dim * size,
+            kv_heads * head_dim * size,
             model[PAGE_SIZE],
-            tables[row],
+            table,
             begin,
             end,
             scale,
@@ -152,55 +183,10 @@ def _attended(
 
 
 @inner
-def _gated(
-    team: int,
-    rank: int,
-    matrix: np.ndarray,
-    model: np.ndarray,
-    step: np.ndarray,
-    buffers: np.ndarray,
-) -> None:
-    own = step[SCRATCH] + rank * step[SCRATCH_BYTES]
-    size = model[MLP]
-    while True:
-        row = take(team)
-        if row >= step[COUNT]:
-            break
-        gates = buffers[GATED] + row * buffers[GATED_BYTES]
-        gate(model[ACTIVATION], gates, gates + size * 4, own, size)
-        _prepare(row, own, size, matrix, buffers)
-    meet(team)
-
-
-@inner
-def _seen(
-    team: int, matrix: np.ndarray, model: np.ndarray, step: np.ndarray, buffers: np.ndarray
-) -> None:
-    """What was attended to, as inputs of a matrix."""
-    while True:
-        row = take(team)
-        if row >= step[COUNT]:
-            break
-        x = buffers[SEEN] + row * buffers[SEEN_BYTES]
-        _prepare(row, x, model[HEADS] * model[HEAD_DIM], matrix, buffers)
-    meet(team)
-
-
-@inner
 def _added(
-    team: int,
-    after: int,
-    eps: float,
-    matrix: np.ndarray,
-    model: np.ndarray,
-    step: np.ndarray,
-    buffers: np.ndarray,
+    team: int, after: int, eps: float, model: np.ndarray, step: np.ndarray, buffers: np.ndarray
 ) -> None:
-    """x += a product, normed before where there is a norm behind it."""
-    if not after:
-        _product(team, step, buffers, matrix, step[X_AT], buffers[X_BYTES])
-        return
-    _product(team, step, buffers, matrix, buffers[ADDED], buffers[ADDED_BYTES])
+    """x += a product, normed."""
     while True:
         row = take(team)
         if row >= step[COUNT]:
@@ -208,6 +194,32 @@ def _added(
         made = buffers[ADDED] + row * buffers[ADDED_BYTES]
         add_normed(made, after, eps, step[X_AT] + row * buffers[X_BYTES], model[HIDDEN])
     meet(team)
+
+
+@inner
+def _normed(
+    team: int, eps: float, model: np.ndarray, step: np.ndarray, buffers: np.ndarray
+) -> None:
+    """x, normed where it is."""
+    while True:
+        row = take(team)
+        if row >= step[COUNT]:
+            break
+        x = step[X_AT] + row * buffers[X_BYTES]
+        norm(x, step[LAST_NORM], eps, x, model[HIDDEN])
+    meet(team)
+
+
+@inner
+def _made(part: int, layer: np.ndarray, step: np.ndarray, buffers: np.ndarray) -> tuple[int, int]:
+    """Where a matrix's product goes, and how far its rows are apart."""
+    if part == _QKV:
+        return buffers[QKV], buffers[QKV_BYTES]
+    if part == _GATE_UP:
+        return buffers[GATED], buffers[GATED_BYTES]
+    if layer[AFTER if part == _O else MLP_AFTER]:
+        return buffers[ADDED], buffers[ADDED_BYTES]
+    return step[X_AT], buffers[X_BYTES]
 
 
 @entry("void(int64, int64, int64[::1], int64[:, ::1], int64[::1], int64[::1], float64, float64)")
@@ -221,29 +233,29 @@ def layers(
     eps: float,
     scale: float,
 ) -> None:
-    """Every layer: x is read and written, keys and values go to the pools.
+    """Every layer, and the norm behind the last one where the step names it: x is read and written,
+    keys and values go to the pools.
 
     `model`, `buffers` and `step` as the names above say; `matrices` int64[layers, LAYER_FIELDS].
     eps is the norms', scale what scores are multiplied with.
     """
-    for index in range(model[LAYERS]):
-        layer = matrices[index]
-        qkv, o, gate_up, down = (
-            _matrix(layer, 0),
-            _matrix(layer, 1),
-            _matrix(layer, 2),
-            _matrix(layer, 3),
-        )
-        _normed(team, rank, layer[NORM], eps, qkv, model, step, buffers)
-        _product(team, step, buffers, qkv, buffers[QKV], buffers[QKV_BYTES])
-        _placed(team, layer, eps, model, step, buffers)
-        _attended(team, rank, layer, scale, model, step, buffers)
-        _seen(team, o, model, step, buffers)
-        _added(team, layer[AFTER], eps, o, model, step, buffers)
-        _normed(team, rank, layer[MLP_NORM], eps, gate_up, model, step, buffers)
-        _product(team, step, buffers, gate_up, buffers[GATED], buffers[GATED_BYTES])
-        _gated(team, rank, down, model, step, buffers)
-        _added(team, layer[MLP_AFTER], eps, down, model, step, buffers)
+    # one place for all products: each place where one is written is compiled anew
+    for product in range(model[LAYERS] * _MATRICES):
+        layer, part = matrices[product // _MATRICES], product % _MATRICES
+        begin = MATRICES + part * FIELDS
+        matrix = layer[begin : begin + FIELDS]
+        if part == _O:
+            _placed(team, layer, eps, model, step, buffers)
+            _attended(team, rank, layer, scale, model, step, buffers)
+        _prepared(team, rank, part, matrix, layer, eps, model, step, buffers)
+        out, stride = _made(part, layer, step, buffers)
+        multiply(team, _inputs(buffers), step[COUNT], matrix, out, stride, out == step[X_AT])
+        meet(team)
+        if out == buffers[ADDED]:
+            after = layer[AFTER if part == _O else MLP_AFTER]
+            _added(team, after, eps, model, step, buffers)
+    if step[LAST_NORM]:
+        _normed(team, eps, model, step, buffers)
 
 
 @entry("void(int64, int64, int64, int64, int64, int64, int64[::1], int64[::1], int64, int64)")

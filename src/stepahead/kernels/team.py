@@ -101,16 +101,19 @@ def meet(team: int) -> None:
             _offer()
 
 
+_Work = tuple[Callable[..., None], tuple[Any, ...]] | None
+
+
 class _Desk:
     """Where helpers find their work; None when there will be no more."""
 
     def __init__(self, helpers: int) -> None:
-        self.work: tuple[Callable[..., None], tuple[Any, ...]] | None = None
+        self.work: _Work = None
         self.wakes = [threading.Semaphore(0) for _ in range(helpers)]
 
-    def call(self, work: tuple[Callable[..., None], tuple[Any, ...]] | None) -> None:
+    def call(self, work: _Work, helpers: int) -> None:
         self.work = work
-        for wake in self.wakes:
+        for wake in self.wakes[:helpers]:
             wake.release()
 
 
@@ -133,19 +136,23 @@ class Team:
         """Raises ValueError for fewer than one."""
         if threads < 1:
             raise ValueError(f"a team of {threads} threads; it takes 1 or more")
-        self.threads = threads
         self._state = np.zeros(_TEAM, np.int64)
-        self._state[0] = threads
+        self.use(threads)
         self.address = self._state.ctypes.data
         self._desk = _Desk(threads - 1)
         for rank in range(1, threads):
             # a helper holds the desk and not the team, so that a team let go ends its helpers
             args, name = (self._desk, rank), f"kernels-{rank}"
             threading.Thread(target=_help, args=args, name=name, daemon=True).start()
-        weakref.finalize(self, self._desk.call, None)
+        weakref.finalize(self, self._desk.call, None, threads - 1)
+
+    def use(self, threads: int) -> None:
+        """From now on kernels run on so many of the team's threads."""
+        self.threads = threads
+        self._state[0] = threads
 
     def run(self, kernel: Callable[..., None], *args: Any) -> None:
         """kernel(rank, *args) on every thread of the team, the caller's being rank 0."""
         if self.threads > 1:
-            self._desk.call((kernel, args))
+            self._desk.call((kernel, args), self.threads - 1)
         kernel(0, *args)

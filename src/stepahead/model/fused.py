@@ -6,9 +6,11 @@ Knows the model's parts and where a step's pages are; it must not know requests.
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from stepahead.cache.pools import KVPool
 from stepahead.kernels import gemm, rows, step
@@ -19,7 +21,6 @@ from stepahead.kernels.tile import PANEL
 from stepahead.model.batch import StepInputs
 from stepahead.model.kernel_linear import Inputs, KernelLinear
 from stepahead.model.layers import RMSNorm
-from stepahead.model.spec import ModelSpec
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -28,11 +29,8 @@ if TYPE_CHECKING:
 
 _ACTIVATIONS = {"silu": rows.SILU, "gelu_tanh": rows.GELU_TANH}
 _ROWS_AT_A_TIME = 64  # buffers grow by
-
-
-def fusable(spec: ModelSpec) -> bool:
-    """Whether rows are whole vectors and panels: kernels have no code for what would be left."""
-    return spec.head_dim % LANES == 0 and spec.hidden_size % PANEL == 0
+_TRIALS, _TRIAL_ROWS, _TRIAL_LAYERS = 6, 16, 6
+_CLEARLY = 0.9  # the host may be at work meanwhile
 
 
 class FusedLayers:
@@ -57,64 +55,101 @@ class FusedLayers:
         self._fields[step.MLP] = spec.intermediate_size
         self._fields[step.ACTIVATION] = _ACTIVATIONS[spec.activation]
         self._fields[step.WINDOW] = spec.sliding_window or 0
+        self._fields[step.TURNS] = model.rope.table.data_ptr()
+        self._fields[step.WINDOW_TURNS] = model.window_rope.table.data_ptr()
         self._scale = spec.attention_scale or spec.head_dim**-0.5
         self._room = _Room(_ROWS_AT_A_TIME, self._layouts, model, team)
 
-    def run(self, x: Tensor, inputs: StepInputs, kv: KVPool) -> Tensor:
-        """float32[T, hidden] to the same; x itself is overwritten."""
+    def run(self, x: Tensor, inputs: StepInputs, kv: KVPool, norm: RMSNorm | None) -> Tensor:
+        """float32[T, hidden] to the same, at last normed if `norm` is given; x is overwritten."""
         x = x.contiguous()
         if len(x) > self._room.count:
             self._room = _Room(len(x), self._layouts, self._model, self._team)
         self._look_at(kv)
-        # what the addresses point to must live until the kernel is done
-        held = self._step(x, inputs)
+        fields, held = self._step(x, inputs)
+        fields[step.LAST_NORM] = _address(norm)
         self._team.run(
             step.layers,
-            *(self._team.address, self._fields, self._matrices, self._room.fields, held[0]),
+            *(self._team.address, self._fields, self._matrices, self._room.fields, fields),
             *(self._model.spec.rms_eps, self._scale),
         )
+        del held
         return x
+
+    def settle_threads(self) -> str:
+        """Use all of the team's threads, unless a small step is clearly faster with fewer, as on
+        cores that share their units; and say what was seen."""
+        most = self._team.threads
+        times: dict[int, int] = {}
+        for threads in sorted({most, *(max(1, most >> halved) for halved in (1, 2, 3)), 1}):
+            self._team.use(threads)
+            times[threads] = self._trial_ns()
+        best = min(times, key=lambda threads: times[threads])
+        self._team.use(best if times[best] < _CLEARLY * times[most] else most)
+        tried = ", ".join(f"{took / 1e6:.1f} ms with {threads}" for threads, took in times.items())
+        return f"kernels use {self._team.threads} of {most} threads: a trial took {tried}"
+
+    def _trial_ns(self) -> int:
+        """The least time that some layers took for some rows."""
+        spec = self._model.spec
+        took: list[int] = []
+        shape = (2, _TRIAL_ROWS, spec.num_kv_heads, spec.head_dim)
+        pool = KVPool(len(self._layers), *shape, dtype=torch.float32)
+        places = torch.arange(_TRIAL_ROWS)
+        pages = torch.ones(_TRIAL_ROWS, 1, dtype=torch.int64)
+        cells, lengths = places + _TRIAL_ROWS, places + 1
+        inputs = StepInputs(
+            *(places, places, cells, _TRIAL_ROWS, pages, lengths, lengths.numpy(), _TRIAL_ROWS, ())
+        )
+        self._fields[step.LAYERS] = min(_TRIAL_LAYERS, len(self._layers))
+        for _ in range(_TRIALS):
+            x = torch.ones(_TRIAL_ROWS, spec.hidden_size)
+            begin = time.perf_counter_ns()
+            self.run(x, inputs, pool, None)
+            took.append(time.perf_counter_ns() - begin)
+        self._fields[step.LAYERS] = len(self._layers)
+        return min(took)
 
     def _look_at(self, kv: KVPool) -> None:
         if kv is self._pool:
             return
         self._pool = kv
         self._fields[step.PAGE_SIZE] = kv.page_size
+        self._fields[step.KV_SIZE] = kv.k[0].element_size()
         for index, layer in enumerate(self._model.layers):
             place = layer.attention.layer  # type: ignore[union-attr]
             self._matrices[index, step.KEYS] = kv.k[place].data_ptr()
             self._matrices[index, step.VALUES] = kv.v[place].data_ptr()
 
-    def _step(self, x: Tensor, inputs: StepInputs) -> tuple[np.ndarray, ...]:
-        """int64[step.STEP_FIELDS], and the arrays that it points to."""
-        tables, lengths = _reads(inputs)
-        positions, cells = inputs.positions_dev.numpy(), inputs.cells_dev.contiguous().numpy()
-        turn = self._model.spec.head_dim * 4
-        everywhere = positions * turn + self._model.rope.table.data_ptr()
-        windowed = positions * turn + self._model.window_rope.table.data_ptr()
+    def _step(self, x: Tensor, inputs: StepInputs) -> tuple[np.ndarray, list[object]]:
+        """int64[step.STEP_FIELDS], and what else must live as long."""
+        cells, pages = inputs.cells_dev.contiguous(), inputs.decode_pages_dev
         fields = np.zeros(step.STEP_FIELDS, np.int64)
         fields[step.COUNT], fields[step.X_AT] = len(x), x.data_ptr()
-        fields[step.TABLES], fields[step.LENGTHS] = tables.ctypes.data, lengths.ctypes.data
-        fields[step.CELLS] = cells.ctypes.data
-        fields[step.COS], fields[step.WINDOW_COS] = everywhere.ctypes.data, windowed.ctypes.data
+        fields[step.CELLS], fields[step.POSITIONS] = cells.data_ptr(), _at(inputs.positions_dev)
         fields[step.SCRATCH] = self._room.scratch.ctypes.data
         fields[step.SCRATCH_BYTES] = self._room.scratch.shape[1] * 4
-        return fields, tables, lengths, cells, everywhere, windowed
+        fields[step.DECODED] = inputs.n_decode
+        fields[step.PAGES], fields[step.PAGES_BYTES] = pages.data_ptr(), pages.stride(0) * 8
+        fields[step.LENGTHS] = _at(inputs.decode_lens_dev)
+        if not inputs.chunks:
+            return fields, [cells]
+        tables, lengths = _chunk_reads(inputs)
+        fields[step.TABLES], fields[step.OTHER_LENGTHS] = tables.ctypes.data, lengths.ctypes.data
+        return fields, [cells, tables, lengths]
 
 
-def _reads(inputs: StepInputs) -> tuple[np.ndarray, np.ndarray]:
-    """For each token the address of its row's pages, and how many positions it sees."""
-    count = len(inputs.cells_dev)
-    tables, lengths = np.empty(count, np.int64), np.empty(count, np.int64)
-    decode, pages = inputs.n_decode, inputs.decode_pages_dev
-    if decode:
-        tables[:decode] = pages.data_ptr() + np.arange(decode) * (pages.stride(0) * 8)
-        lengths[:decode] = inputs.decode_lens_dev.numpy()
-    for row in inputs.chunks:
-        here = slice(row.first, row.first + row.count)
-        tables[here] = row.pages_dev.data_ptr()
-        lengths[here] = np.arange(row.context_len - row.count, row.context_len) + 1
-    return tables, lengths
+def _at(array: Tensor) -> int:
+    """The address of int64 that lie one behind the other."""
+    assert array.is_contiguous() and array.element_size() == 8
+    return array.data_ptr()
+
+
+def _chunk_reads(inputs: StepInputs) -> tuple[np.ndarray, np.ndarray]:
+    """For each of the chunks' tokens the address of its row's pages, and what it sees."""
+    tables = [np.full(row.count, _at(row.pages_dev)) for row in inputs.chunks]
+    lengths = [np.arange(row.context_len - row.count, row.context_len) + 1 for row in inputs.chunks]
+    return np.concatenate(tables), np.concatenate(lengths)
 
 
 def _described(layer: Layer) -> np.ndarray:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from stepahead.errors import UnsupportedModel
 from stepahead.kernels import gemm, step
 from stepahead.kernels.gemm import Layout
-from stepahead.kernels.pack import pack
+from stepahead.kernels.pack import pack, unpack
 from stepahead.kernels.rows import UNIT
 from stepahead.kernels.team import Team
 from stepahead.kernels.tile import FLOAT16, FLOAT32, GROUP, INT4, INT8, PANEL
@@ -45,6 +45,7 @@ class KernelLinear(nn.Module):
         _refuse_large(weight, quantization)
         self.layout = Layout(FORMATS[quantization], channels, columns)
         self._team = team
+        self._inputs = Inputs(0, [self.layout])
         self._weights = aligned(self.layout.weight_bytes)
         self._scales = aligned(self.layout.scale_bytes)
         self._bias = np.zeros(self.layout.panels * PANEL, np.float32)
@@ -71,13 +72,41 @@ class KernelLinear(nn.Module):
         wide = x.float().contiguous()
         count, padded = len(wide), self.layout.panels * PANEL
         out = torch.empty(count, padded)
-        inputs = Inputs(count, [self.layout])
+        if count > self._inputs.count:
+            self._inputs = Inputs(count, [self.layout])
         self._team.run(
             step.linear,
             *(self._team.address, wide.data_ptr(), wide.shape[1] * 4, count, wide.shape[1]),
-            *(self.matrix, inputs.fields, out.data_ptr(), padded * 4),
+            *(self.matrix, self._inputs.fields, out.data_ptr(), padded * 4),
         )
         return out[:, : self.layout.channels].to(x.dtype)
+
+    def rows(self, channels: Tensor) -> Tensor:
+        """float32[T, columns]: the weights of channels int64[T], as they were rounded."""
+        wanted = channels.contiguous()
+        out = torch.empty(len(wanted), self.layout.columns)
+        layout = self.layout
+        self._team.run(
+            unpack,
+            *(self._team.address, layout.kind, wanted.data_ptr(), len(wanted), layout.columns),
+            *(layout.groups, self._weights.ctypes.data),
+            layout.weight_bytes // (layout.panels * layout.groups),
+            *(self._scales.ctypes.data, out.data_ptr()),
+        )
+        return out
+
+
+class TiedEmbedding(nn.Module):
+    """Embeddings that are the head's weights, looked up where these lie: they are there once."""
+
+    def __init__(self, head: KernelLinear, scale: float | None) -> None:
+        super().__init__()
+        self._head = (head,)  # not as a module of its own: the model has it
+        self._scale = 1.0 if scale is None else scale
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """int64[T] to float32[T, hidden]."""
+        return self._head[0].rows(token_ids).mul_(self._scale)
 
 
 class Inputs:
@@ -87,6 +116,7 @@ class Inputs:
     """
 
     def __init__(self, count: int, layouts: list[Layout]) -> None:
+        self.count = count
         row = max(lay.groups * GROUP[lay.kind] * (2 if lay.kind >= INT8 else 4) for lay in layouts)
         sums = max(lay.groups for lay in layouts) * 4
         self._memory = np.empty(count * (row + sums + 4) + _LINE, np.uint8)

@@ -150,23 +150,35 @@ class Llama(nn.Module):
         # no layer comes after it that could amplify its rounding
         self.head = Linear(spec.hidden_size, (spec.vocab_size,), fine_sums=False)
         self._fused: FusedLayers | None = None
+        self._kv_dtype: torch.dtype | None = None  # the weights' own
+        self.notes: tuple[str, ...] = ()  # what was found out on this machine
 
-    def fuse(self, team: Team) -> None:
+    def fuse(self, team: Team, kv_dtype: torch.dtype, settle: bool) -> None:
         """Run all layers as one kernel from now on, where the model's shape allows it; its matrices
-        are laid out for kernels."""
-        from stepahead.model.fused import FusedLayers, fusable  # kernels are compiled at import
+        are laid out for kernels.  `kv_dtype`, float32 or float16, is what new pools are of.
+        `settle`: use as many of the team's threads as are fastest."""
+        from stepahead.model.fused import FusedLayers  # kernels are compiled at import
+        from stepahead.model.kernel_linear import KernelLinear, TiedEmbedding
 
-        if fusable(self.spec) and self._weight.dtype == torch.float32:
+        if self.spec.fusable and self._weight.dtype == torch.float32:
             self._fused = FusedLayers(self, team)
+            self._kv_dtype = kv_dtype
+            if self.spec.tied_head and isinstance(self.head, KernelLinear):
+                self.add_module("embed", TiedEmbedding(self.head, self.spec.embed_scale))
+            if settle and team.threads > 1:
+                self.notes = (self._fused.settle_threads(),)
 
     def forward(self, inputs: StepInputs, kv: KVPool) -> Tensor:
         """Run a step: write its keys and values, return hidden states [T, hidden], normed."""
-        return self.norm(self.run(self.embed(inputs.token_ids_dev), inputs, kv))
+        x = self.embed(inputs.token_ids_dev)
+        if self._fused is not None:
+            return self._fused.run(x, inputs, kv, self.norm)
+        return self.norm(self.run(x, inputs, kv))
 
     def run(self, x: Tensor, inputs: StepInputs, kv: KVPool) -> Tensor:
         """The layers alone: [T, hidden] to the same; x itself is overwritten."""
         if self._fused is not None:
-            return self._fused.run(x, inputs, kv)
+            return self._fused.run(x, inputs, kv, None)
         if self.invariant:
             inputs = one_by_one(inputs)
         kinds = {layer.windowed for layer in self._layers()}
@@ -198,7 +210,7 @@ class Llama(nn.Module):
         spec, weight = self.spec, self._weight
         return KVPool(
             *(len(self.layers), num_pages, page_size, spec.num_kv_heads, spec.head_dim),
-            dtype=weight.dtype,
+            dtype=self._kv_dtype or weight.dtype,
             device=weight.device,
         )
 

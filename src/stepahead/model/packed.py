@@ -32,11 +32,13 @@ class Packing:
     team          who runs this project's kernels: matrices are laid out for these.  Without one
                   nothing is rounded and torch does the products, and with torch's it depends on
                   the number of rows how one is added up
+    settle_threads  try how many of the team's threads are fastest, and use these
     """
 
     quantization: Quantization = "none"
     invariant: bool = False
     team: Team | None = None
+    settle_threads: bool = False
 
     def __post_init__(self) -> None:
         if self.team is None and (self.invariant or self.quantization != "none"):

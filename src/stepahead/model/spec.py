@@ -102,6 +102,12 @@ class ModelSpec:
     notes: tuple[str, ...] = ()
     sparse: SparseSpec | None = None
 
+    @property
+    def fusable(self) -> bool:
+        """Whether the CPU's kernels can run all layers in one call: heads are whole vectors and
+        states whole panels of any CPU."""
+        return self.sparse is None and self.head_dim % 16 == 0 and self.hidden_size % 32 == 0
+
     def __post_init__(self) -> None:
         if self.architecture not in ARCHITECTURES:
             raise UnsupportedModel(
@@ -124,6 +130,12 @@ class ModelSpec:
 
     def _refuse(self, reason: str) -> NoReturn:
         raise UnsupportedModel(f"{self.path or 'the model'}: {reason}; choose another model")
+
+
+def kv_width(spec: ModelSpec, dtype_bytes: int, quantization: str) -> int:
+    """Bytes of a number in the KV pool: models whose matrices are rounded keep float16 there, where
+    kernels read it."""
+    return dtype_bytes if quantization == "none" or not spec.fusable else 2
 
 
 def kv_bytes_per_token(spec: ModelSpec, dtype_bytes: int) -> int:

@@ -13,25 +13,28 @@ import importlib
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from stepahead.errors import UnsupportedModel, WeightError
+from stepahead.model.blocks import VALUES, block_reader
 from stepahead.model.folder import check_shape, open_folder
 from stepahead.model.fp8 import SCALE
-from stepahead.model.gguf import GGUFFile, open_gguf
-from stepahead.model.glm_moe_dsa import GlmMoeDsa
+from stepahead.model.gguf import GGUFFile, GGUFTensor, open_gguf
 from stepahead.model.layers import Linear, RMSNorm, Rope
 from stepahead.model.llama import Llama
 from stepahead.model.packed import AS_READ, Packing, pack, pack_linears
 from stepahead.model.sparse_names import sparse_names
 from stepahead.model.spec import ARCHITECTURES, ModelSpec
 
+if TYPE_CHECKING:
+    from stepahead.model.glm_moe_dsa import GlmMoeDsa
+
 DTypeName = Literal["float32", "bfloat16"]
-AnyModel = Llama | GlmMoeDsa
+AnyModel: TypeAlias = "Llama | GlmMoeDsa"
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 # Our module names -> Hugging Face's names of the tensors stacked in it.
@@ -73,7 +76,7 @@ _GGUF_POST_NORM_LAYER = _GGUF_LAYER | {
 }
 _GGUF_TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 # Dequantised at a time; a whole embedding would be gigabytes of float32.
-_VALUES_AT_A_TIME = 1 << 22
+_VALUES_AT_A_TIME = 1 << 20
 
 
 class WeightSource(Protocol):
@@ -120,6 +123,8 @@ def load_sparse(
 
     Weights in fp8 become `dtype`; a router stays in float32.
     """
+    from stepahead.model.glm_moe_dsa import GlmMoeDsa  # other models start without its modules
+
     model = GlmMoeDsa(spec, drafts=True)
     known = _known(model)
     if not drafts:
@@ -184,7 +189,9 @@ def _ready(model: AnyModel, device: str, packing: Packing) -> None:
     if isinstance(model, Llama):
         model.invariant = packing.invariant
         if packing.team is not None:
-            model.fuse(packing.team)
+            half = packing.quantization != "none"
+            kv_dtype = torch.float16 if half else torch.float32
+            model.fuse(packing.team, kv_dtype, packing.settle_threads)
     model.eval()
 
 
@@ -316,8 +323,21 @@ class _GGUFSource:
         flat = target.view(len(blocks), -1)
         step = max(1, _VALUES_AT_A_TIME // flat.shape[1])
         for begin in range(0, len(blocks), step):
-            rows = self._file.dequantize(home, blocks[begin : begin + step])
-            flat[begin : begin + step].copy_(torch.from_numpy(rows))
+            self._read(tensor, blocks[begin : begin + step], flat[begin : begin + step])
+
+    def _read(self, tensor: GGUFTensor, blocks: np.ndarray, target: Tensor) -> None:
+        """Fill [rows, columns] from uint8[rows, bytes of a row]."""
+        reader = block_reader(tensor.type)
+        if reader is None:
+            rows = self._file.dequantize(tensor.name, blocks)
+            target.copy_(torch.from_numpy(rows))
+            return
+        values = target if target.dtype == torch.float32 else torch.empty(target.shape)
+        # a copy: torch wants no memory that can't be written to, and these are few bytes
+        flat = torch.from_numpy(np.array(blocks)).view(-1, tensor.block_bytes)
+        reader(flat, values.view(-1, VALUES))
+        if values is not target:
+            target.copy_(values)
 
     def _unpermuted(self, name: str, blocks: np.ndarray, rows: int) -> np.ndarray:
         """Arch llama stores the rows of q and k in pairs (i, i + head_dim / 2); undo that.

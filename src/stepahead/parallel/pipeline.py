@@ -99,10 +99,11 @@ def load_part(
     *,
     quantization: Quantization = "none",
     invariant: bool = False,
+    settle_threads: bool = False,
 ) -> LlamaPart:
     """A stage of the model of a folder or a GGUF file, with its weights and no others."""
     cut = partial(cut_llama, stage=stage, stages=stages)
-    packing = packing_for(dtype, "cpu", quantization, invariant)
+    packing = packing_for(dtype, "cpu", quantization, invariant, settle_threads)
     return LlamaPart(load_model(read_spec(path), dtype, cut=cut, packing=packing), stage, stages)
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stepahead.device.base import Event
-from stepahead.sync import Cause, Held, SyncReason, Waited
+from stepahead.runner.stage import Staged
+from stepahead.sync import Cause, Held, Sync, SyncReason, Waited
 
 # what the host waits for inside a launch is copies: out of staging, or to the host
 _CAUSES = dict.fromkeys(
@@ -49,3 +50,19 @@ def waits(waited: tuple[Waited, ...]) -> tuple[Held, ...]:
         for reason, start_ns, end_ns in waited
         if start_ns < end_ns
     )
+
+
+def pulled_back(staged: Staged, waited: tuple[Waited, ...]) -> tuple[Sync, ...]:
+    """Where a step could not run ahead.  A wait holds up all its rows; hidden states only make the
+    landing of those that want them later."""
+    wanting = len(staged.first.group.hidden_rows) + len(staged.pools)
+    if staged.late is not None:
+        wanting += len(staged.late.part.group.hidden_rows)
+    if not waited and not wanting:
+        return ()
+    rows = len(staged.inputs.slots_dev)
+    reasons = dict.fromkeys(wait.reason for wait in waited)
+    syncs = [Sync(reason, rows) for reason in reasons]
+    if wanting:
+        syncs.append(Sync(SyncReason.HIDDEN_STATES, wanting))
+    return tuple(syncs)

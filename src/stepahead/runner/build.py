@@ -8,7 +8,6 @@ import torch
 
 from stepahead.device.base import Device
 from stepahead.device.eager import EagerDevice
-from stepahead.device.hostile import HostileDevice
 from stepahead.runner.hand_over import Links
 from stepahead.runner.runner import Runner
 from stepahead.runner.spec import RunnerSpec
@@ -34,5 +33,7 @@ def build_device(spec: RunnerSpec) -> Device:
 
         return CudaDevice(spec.depth)
     if spec.device == "hostile":
+        from stepahead.device.hostile import HostileDevice
+
         return HostileDevice(spec.device_seed, spec.depth)
     return EagerDevice()

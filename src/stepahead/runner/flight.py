@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -21,6 +22,10 @@ from stepahead.runner.verify import Asked
 from stepahead.sync import Cause, Held, Sync, SyncReason
 
 T = TypeVar("T")
+
+
+def nothing() -> None:
+    """For who is to be told nothing."""
 
 
 @dataclass
@@ -61,7 +66,8 @@ class PartBox:
 class StepBox:
     """What a step's operations leave for each other on the device; filled on the forward stream.
     `arrived` holds the hidden states that another stage has left, if one had to; `asked`:
-    what the model is asked under drafts; `look`: what late rows are sampled from."""
+    what the model is asked under drafts; `look`: what late rows are sampled from.  `begin` is
+    called, of the host, right before the model; then `masks` of late rows have been asked for."""
 
     arrived: list[Tensor] = field(default_factory=list)
     states_dev: Tensor | None = None
@@ -73,6 +79,8 @@ class StepBox:
     drafts_dev: Tensor | None = None
     prompts: list[LogprobTensors] = field(default_factory=list)
     asked: Asked | None = None
+    begin: Callable[[], None] = nothing
+    masks: Masks | None = None
 
 
 def made(value: T | None) -> T:
@@ -136,13 +144,52 @@ class Masks:
         return self.point.done()
 
 
-@dataclass
 class Heard:
-    """What the matchers said to a step's late tokens, once `point` has passed: as in Result."""
+    """What the matchers said to a step's late tokens: `ended` and `failed` as in Result, once
+    `wait` has returned.
 
-    point: Point | None = None
-    ended: list[int] = field(default_factory=list)
-    failed: list[RowFailure] = field(default_factory=list)
+    Either the thread beside hears them, and `point` passes; or they are there already, and `hear`
+    is for whoever comes first: who lands them, or that thread, before the next step's masks.
+    """
+
+    def __init__(self) -> None:
+        self.point: Point | None = None
+        self.ended: list[int] = []
+        self.failed: list[RowFailure] = []
+        self._hear: Callable[[], None] = nothing
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+
+    def offer(self, hear: Callable[[], None]) -> None:
+        """What `hear` does, once."""
+        self._hear = hear
+
+    @property
+    def mine(self) -> bool:
+        """Whether nobody has heard them yet who could."""
+        return self.point is None and self._hear is not nothing
+
+    def ready(self) -> bool:
+        """Whether `wait` sleeps for nobody."""
+        return self.point is None or self.point.done()
+
+    def hear(self) -> None:
+        """Hears them, if nobody has; raises what that raised, whoever did."""
+        with self._lock:
+            hear, self._hear = self._hear, nothing
+            try:
+                hear()
+            except BaseException as error:
+                self._error = error
+            if self._error is not None:
+                raise self._error
+
+    def wait(self) -> None:
+        """Returns when they are heard."""
+        if self.point is not None:
+            self.point.wait()
+        else:
+            self.hear()
 
 
 class LateFlight:
@@ -185,11 +232,14 @@ class LateFlight:
         """They can't be sampled."""
         self._error = error
 
+    @property
+    def unheard(self) -> bool:
+        """Whether they are there, and whoever lands them has the matchers hear them first."""
+        return self.queued and self._heard.mine
+
     def ready(self) -> bool:
-        """Whether they have landed, and been heard."""
-        if self._landing is None or self._heard.point is None:
-            return False
-        return self._landing.event.done() and self._heard.point.done()
+        """Whether they have landed, and been heard, or can be at once."""
+        return self._landing is not None and self._landing.event.done() and self._heard.ready()
 
     def follows(self, event: Event) -> bool:
         """Whether they come right behind the others, whose event has passed."""
@@ -205,7 +255,7 @@ class LateFlight:
             raise self._error
         landing = made(self._landing)
         landing.event.wait()
-        made(self._heard.point).wait()
+        self._heard.wait()
         return landing
 
     def tell(self, result: Result, first_end: Event) -> Result:
@@ -249,6 +299,12 @@ class RunnerFlight:
     runs: Callable[[np.ndarray], None] | None = None
     late: LateFlight | None = None
     _told: bool = False  # whether the first part was
+
+    @property
+    def unheard(self) -> bool:
+        """Whether all of it is there, but that matchers have to hear of it, which `land` sees to,
+        or the next step does in the shadow of its forward."""
+        return self.late is not None and self.late.unheard
 
     def ready(self) -> bool:
         """Whether `land` would return at once."""

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-from llguidance import LLExecutor, LLMatcher
 from torch import Tensor
 
 from stepahead.grammar import Vocabulary
 from stepahead.grammar.deep import on_deep_stack
 from stepahead.grammar.vocabulary import matcher_of
 from stepahead.structured import Grammar
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 _KEPT = 32  # grammars whose automata are kept for the next request that has the same
 _MAX_REASON_CHARS = 200
@@ -58,6 +60,8 @@ class Matchers:
         self.ended = np.zeros(num_slots, np.bool_)
         self._tokenizer = vocabulary.tokenizer()
         self._end_mask = _mask_of(vocabulary.eos_ids, self.words)
+        from llguidance import LLExecutor  # not before the first grammar
+
         self._executor = LLExecutor(threads)
         self._rows: dict[int, _Row] = {}
         self._fresh: OrderedDict[str, LLMatcher] = OrderedDict()
@@ -241,14 +245,19 @@ def as_words(masks: np.ndarray) -> np.ndarray:
     return masks.view(np.int64)
 
 
+def check_width(masks_dev: Tensor, vocab_size: int) -> None:
+    """ValueError for masks [m, words] that don't reach to the last token."""
+    if masks_dev.shape[1] * 32 < vocab_size:
+        raise ValueError(f"masks of {masks_dev.shape[1]} words for {vocab_size} logits")
+
+
 def apply_masks(logits: Tensor, masks_dev: Tensor, rows_dev: Tensor | None = None) -> None:
     """Makes the logits of forbidden tokens -inf, in place.
 
     `logits` float[r, vocab]; `masks_dev` int32[m, words], the masks of the rows `rows_dev`
     int64[m], or of all rows if it is None.
     """
-    if masks_dev.shape[1] * 32 < logits.shape[1]:
-        raise ValueError(f"masks of {masks_dev.shape[1]} words for {logits.shape[1]} logits")
+    check_width(masks_dev, logits.shape[1])
     if rows_dev is None:
         _forbid(logits, masks_dev)
     else:

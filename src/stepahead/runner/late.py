@@ -49,6 +49,7 @@ class LateSide:
         self._host_tokens = HostTokens()
         self._generation = np.zeros(spec.num_slots, np.int64)
         self._side: Side | None = None
+        self._unheard: Heard | None = None  # of the newest step
         self._matchers: Matchers | None = None
         # of slots whose failure no step has told yet
         self._unsaid: dict[tuple[int, int], str] = {}
@@ -92,10 +93,10 @@ class LateSide:
         int64[m, k], what may come next."""
         heard = Heard()
         if event.done():
-            # Nothing is left beside, or these masks would not be there.  A thread would only fight
-            # with this one for the interpreter, while the next step is launched.
-            self._hear(step, rows, tokens, drafts, heard)
-            heard.point = event
+            # A thread would only fight with this one for the interpreter, while the next step is
+            # launched: it hears when that is done, unless somebody wants to know before.
+            heard.offer(lambda: self._hear(step, rows, tokens, drafts, heard))
+            self._unheard = heard
             return heard
         side = self._made_side()
         side.do(lambda: self._hear(step, rows, tokens, drafts, heard), event)
@@ -103,7 +104,12 @@ class LateSide:
         return heard
 
     def _do(self, job: Callable[[], None]) -> None:
-        self._made_side().do(job)
+        side = self._made_side()
+        heard, self._unheard = self._unheard, None
+        if heard is not None:  # though somebody may be at it just now
+            side.do(heard.hear)  # before anybody comes, goes or wants a mask
+            heard.point = side.mark()
+        side.do(job)
 
     def _made_side(self) -> Side:
         if self._side is None:

@@ -21,6 +21,7 @@ for that flight only.  Knows no users and no queues.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -32,7 +33,7 @@ from torch import Tensor
 from stepahead.device.base import Device, Event, Stream, Work
 from stepahead.model.batch import StepInputs
 from stepahead.plan import Plan
-from stepahead.runner.arrival import Arrival, waits
+from stepahead.runner.arrival import Arrival, pulled_back, waits
 from stepahead.runner.counts import PenaltyCounts
 from stepahead.runner.draft import build_drafter
 from stepahead.runner.ends import eos_table
@@ -47,6 +48,7 @@ from stepahead.runner.flight import (
     RunnerFlight,
     StepBox,
     made,
+    nothing,
 )
 from stepahead.runner.grammar import as_words
 from stepahead.runner.graphs import RESULTS, DecodeGraphs, capture_decode
@@ -56,9 +58,7 @@ from stepahead.runner.inputs import advance, build_inputs
 from stepahead.runner.keep import KeepAlive
 from stepahead.runner.late import LateSide, Pending
 from stepahead.runner.lengths import HostLengths
-from stepahead.runner.logprobs import (
-    LogprobDownload,
-)
+from stepahead.runner.logprobs import LogprobDownload
 from stepahead.runner.marks import step_mark
 from stepahead.runner.processor import load_processor
 from stepahead.runner.relay.choose import build_relay
@@ -67,7 +67,6 @@ from stepahead.runner.slots import SlotState
 from stepahead.runner.spec import RunnerSpec
 from stepahead.runner.stage import SampledPart, Staged, StagedChanges, Stager
 from stepahead.runner.verify import Verifier
-from stepahead.sync import Sync, SyncReason
 
 
 class Model(Protocol):
@@ -104,6 +103,7 @@ class Runner:
         """`links` are those of a stage; a model in one piece has none."""
         place = device.place
         self._model = model
+        self.notes: tuple[str, ...] = getattr(model, "notes", ())  # what it found out as it loaded
         self._device = device
         self._spec = spec
         self._kv = model.new_kv(spec.num_pages, spec.page_size)
@@ -135,6 +135,7 @@ class Runner:
         loaded = load_processor(spec.processor, vocab_size, place) if last else None
         self._late = LateSide(device, spec, vocab_size, loaded is not None and loaded.waits)
         self._pending = Pending()
+        self._begun: Callable[[], None] = nothing
         self._stager = Stager(
             device,
             spec,
@@ -160,6 +161,11 @@ class Runner:
             self._hand_over,
             self._lengths is not None,
         )
+
+    def tell_begun(self, begun: Callable[[], None]) -> None:
+        """From now on `begun` is called in each launch, in its thread, when the model is next: what
+        is set going then runs in the forward's shadow."""
+        self._begun = begun
 
     def now_ns(self) -> int:
         """The device's clock, on which all times in results are."""
@@ -191,11 +197,11 @@ class Runner:
         if self._lengths is not None and self._stager.decodes(plan):
             self._lengths.fetch(self._slots.computed)
         staged = self._stager.stage(plan)
-        masks = None if staged.late is None or not self._last else self._late.masks(staged.late)
         fence, fenced_ns = self._fence.event, device.now_ns()
         self._write_pages(staged)
         device.wait(Stream.FORWARD, device.record(Stream.SCHEDULE))
         box, due = StepBox(), None
+        box.begin = partial(self._begin, staged, box)
         if self._hand_over is not None:
             due = self._hand_over.arrive(plan, staged, box.arrived)
         start = device.record(Stream.FORWARD)
@@ -212,6 +218,7 @@ class Runner:
             self._enqueue_captured(graphs, staged, box)
         else:
             self._enqueue_forward(staged, box)
+        box.begin()
         end = device.record(Stream.FORWARD)
         self._end = end
         self._fence.forward_over(end)
@@ -222,9 +229,17 @@ class Runner:
             self._keep.also(due.blocks, due)
         device.wait(Stream.COPY, end)
         flight = self._copy_out(staged, box, (start, end), arrival, received_ns)
-        if masks is not None:
-            self._await_masks(staged, box, flight, masks)
+        if box.masks is not None:
+            self._await_masks(staged, box, flight, box.masks)
         return flight
+
+    def _begin(self, staged: Staged, box: StepBox) -> None:
+        """Nothing but the model is left to be launched: a thread beside fights with this one for
+        the interpreter no longer."""
+        box.begin = nothing
+        if staged.late is not None and self._last:
+            box.masks = self._late.masks(staged.late)
+        self._begun()
 
     # --- late rows --------------------------------------------------------------------------
 
@@ -382,7 +397,7 @@ class Runner:
             staged.positions,
             tuple(prompts),
             pooled,
-            self._syncs(staged, tuple(wait.reason for wait in waited)),
+            pulled_back(staged, waited),
             waits(waited),
             arrival,
             received_ns,
@@ -430,26 +445,12 @@ class Runner:
             0,
             (),
             None,
-            self._syncs(staged, tuple(wait.reason for wait in waited)),
+            pulled_back(staged, waited),
             held,
             arrival,
             received_ns,
             device.now_ns(),
         )
-
-    def _syncs(self, staged: Staged, waited: tuple[SyncReason, ...]) -> tuple[Sync, ...]:
-        """Where this step could not run ahead.  A wait holds up all its rows; hidden states only
-        make the landing of those that want them later."""
-        wanting = len(staged.first.group.hidden_rows) + len(staged.pools)
-        if staged.late is not None:
-            wanting += len(staged.late.part.group.hidden_rows)
-        if not waited and not wanting:
-            return ()
-        rows = len(staged.inputs.slots_dev)
-        syncs = [Sync(reason, rows) for reason in dict.fromkeys(waited)]
-        if wanting:
-            syncs.append(Sync(SyncReason.HIDDEN_STATES, wanting))
-        return tuple(syncs)
 
     # --- on the device ----------------------------------------------------------------------
 
@@ -464,6 +465,7 @@ class Runner:
                 inputs = verifier.inputs(step, box.asked)
             if box.arrived:
                 inputs = replace(inputs, states_dev=box.arrived.pop())
+            box.begin()
             states = self._model(inputs, self._kv)
             if verifier is not None:
                 states = verifier.spread(made(box.asked), states)
@@ -478,6 +480,7 @@ class Runner:
             box.states_dev = None
 
     def _resolve(self, staged: Staged, box: StepBox) -> Tensor:
+        box.begin()
         self._take_over(staged.changes)
         if self._verifier is None:
             return self._relay.resolve(staged.inputs.route)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from stepahead.runner.counts import PenaltyCounts
 from stepahead.runner.ends import Ends
+from stepahead.runner.greedy import best
 from stepahead.runner.hooks import Hooks, RowError
 from stepahead.runner.noise import gumbel, row_keys
 
@@ -126,13 +127,6 @@ def sample(
     if group.hooks is not None:
         group.hooks.keep(positions_dev, tokens)
     return tokens
-
-
-def best(logits: Tensor) -> Tensor:
-    """int64[r]: the first of the largest of float32[r, vocab]."""
-    if logits.device.type == "cpu":  # a tenth of what torch takes there
-        return torch.from_numpy(logits.numpy().argmax(-1))
-    return logits.argmax(-1)
 
 
 def _apply_edits(logits: Tensor, edits: Edits, positions_dev: Tensor) -> None:

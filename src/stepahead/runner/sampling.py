@@ -22,13 +22,14 @@ from stepahead.runner.counts import PenaltyCounts
 from stepahead.runner.ends import ended
 from stepahead.runner.flight import Look, PartBox, StepBox, made
 from stepahead.runner.grammar import apply_masks
+from stepahead.runner.greedy import build_choose
 from stepahead.runner.hand_over import HandOver
 from stepahead.runner.hidden import state_sums
 from stepahead.runner.hooks import RowError
 from stepahead.runner.inputs import advance, advance_chunks
 from stepahead.runner.logprobs import describe, describe_hidden
 from stepahead.runner.relay import Relay
-from stepahead.runner.sampler import best, sample
+from stepahead.runner.sampler import sample
 from stepahead.runner.slots import SlotState
 from stepahead.runner.stage import SampledPart, Staged
 from stepahead.runner.verify import Answers, Asked, Verifier, cut
@@ -49,6 +50,7 @@ class Sampling:
     ) -> None:
         """`follows_lengths`: the host wants the slots' lengths behind each step."""
         self._logits_of = logits_of
+        self._choose = build_choose(slots.length_dev.device, counts.vocab_size)
         self._slots = slots
         self._relay = relay
         self._counts = counts
@@ -150,9 +152,8 @@ class Sampling:
         if group.hidden_rows_dev is not None:
             out.hidden_dev = part.pick(look.states_dev)[group.hidden_rows_dev].float()
         positions = part.pick(look.positions_dev)
-        if masks_dev is None and group.plain and group.logprob_rows_dev is None:
-            # of a part a number a row is picked then, and not all of its logits
-            tokens = part.pick(best(look.logits_dev))
+        if group.plain and group.logprob_rows_dev is None:
+            tokens = self._choose(look.logits_dev, part.at_dev, masks_dev)
         else:
             tokens = self._draw(part, out, look, positions, asked, masks_dev, known)
         over = None if group.ends is None else ended(group.ends, tokens, positions)

@@ -45,6 +45,7 @@ class SubmitFlight:
     """A step that ends on a device at a time known beforehand."""
 
     result: Result
+    unheard = False
 
     def ready(self) -> bool:
         """Whether it has ended."""
@@ -66,6 +67,9 @@ class SlowSubmit:
         self._submit_s = submit_ms / 1e3
         self._forward_ns = round(forward_ms * 1e6)
         self._rows = self._end_ns = 0
+
+    def tell_begun(self, begun: Callable[[], None]) -> None:
+        """Nothing has to be told in a forward's shadow: nothing is unheard."""
 
     def launch(self, plan: Plan) -> SubmitFlight:
         """Returns after `submit_ms`; the step runs from then on."""

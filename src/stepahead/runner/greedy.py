@@ -1,0 +1,76 @@
+"""The largest logit of rows that ask for nothing else, under masks or without.
+
+On the CPU a kernel reads each logit once and copies none; what torch does, elsewhere and with few
+tokens, is the same to the token.
+
+Not yet run on a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from stepahead.runner.grammar import apply_masks, check_width
+
+_LARGE = 4096  # tokens from which on the kernel is worth the second that loading it takes
+
+
+class Choose(Protocol):
+    """How such rows are chosen for."""
+
+    def __call__(
+        self, logits: Tensor, rows_dev: Tensor | None, masks_dev: Tensor | None = None
+    ) -> Tensor:
+        """int64[m], of the rows `rows_dev` int64[m] of float32[r, vocab], None for all: the first
+        of the largest that the masks int32[m, words] allow, None for any.  NaN is larger than all;
+        where all that is allowed is -inf, it is token 0.  Logits may be changed in place."""
+        ...
+
+
+def build_choose(place: torch.device, vocab_size: int) -> Choose:
+    """The way that is fast at this place; what it needs is loaded when this returns."""
+    if place.type != "cpu" or vocab_size < _LARGE:
+        return choose
+    # compiled, or read from the cache, as it is imported, and not in the first step
+    from stepahead.kernels.choose import choose as kernel
+
+    def choose_here(
+        logits: Tensor, rows_dev: Tensor | None, masks_dev: Tensor | None = None
+    ) -> Tensor:
+        if logits.dtype != torch.float32 or (rows_dev is None and masks_dev is None):
+            return choose(logits, rows_dev, masks_dev)
+        if logits.stride(1) != 1:
+            logits = logits.contiguous()
+        count, vocab_size = logits.shape if rows_dev is None else (len(rows_dev), logits.shape[1])
+        rows = 0 if rows_dev is None else rows_dev.data_ptr()
+        masks = words = 0
+        if masks_dev is not None:
+            check_width(masks_dev, vocab_size)
+            masks, words = masks_dev.data_ptr(), masks_dev.shape[1]
+        out = torch.empty(count, dtype=torch.int64)
+        stride, chosen = logits.stride(0), out.data_ptr()
+        kernel(logits.data_ptr(), stride, vocab_size, rows, count, masks, words, chosen)
+        return out
+
+    return choose_here
+
+
+def choose(logits: Tensor, rows_dev: Tensor | None, masks_dev: Tensor | None = None) -> Tensor:
+    """As in Choose, by torch and numpy."""
+    if masks_dev is None:
+        # a number a row is picked, and not all of its logits
+        tokens = best(logits)
+        return tokens if rows_dev is None else tokens.index_select(0, rows_dev)
+    picked = logits if rows_dev is None else logits.index_select(0, rows_dev)
+    apply_masks(picked, masks_dev)
+    return best(picked)
+
+
+def best(logits: Tensor) -> Tensor:
+    """int64[r]: the first of the largest of float32[r, vocab]."""
+    if logits.device.type == "cpu":  # a tenth of what torch takes there
+        return torch.from_numpy(logits.numpy().argmax(-1))
+    return logits.argmax(-1)
