@@ -229,8 +229,9 @@ MUTATIONS = [
         "the last stage is normed by torch",
         "a request that is answered otherwise when its model is cut into stages",
         "parallel/pipeline.py",
-        "        run = model.finish if self._is_last else model.run\n        return run(x, inputs, kv)\n",
-        "        x = model.run(x, inputs, kv)\n        return model.norm(x) if self._is_last else x\n",
+        "        return run(x, inputs, kv)\n",
+        "        x = model.run(x, inputs, kv)\n"
+        "        return model.norm(x) if self._is_last else x\n",
         "tests/cpu/test_pipeline_model.py"
         "::test_the_parts_of_a_model_are_the_model_to_the_last_bit[llama-2-none]",
     ),
