@@ -95,6 +95,8 @@ def run_tests(tree: Path, tests: tuple[str, ...], limit_s: float = LIMIT_S) -> t
         "PYTHONPATH": str(tree / "src"),
         "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_NUM_THREADS": "1",
+        # what is compiled for a copy goes with it: it is found by its path, and by no later copy
+        "XDG_CACHE_HOME": str(tree / ".cache"),
     }
     try:
         done = subprocess.run(

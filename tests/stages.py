@@ -80,6 +80,7 @@ class StagesRunner:
 
     def __init__(self, runners: list[Runner]) -> None:
         self.runners = runners
+        self.notes = tuple(note for runner in runners for note in runner.notes)
 
     def launch(self, plan: Plan) -> StagesFlight:
         """Gives the plan to each, as it would arrive over a wire."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import Pages, random_ids
+from tiny_models import Pages, laid_out, random_ids
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -69,7 +69,7 @@ def test_sums_in_pieces_are_packed_where_the_cpu_is_wide(monkeypatch: pytest.Mon
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
-@pytest.mark.parametrize("how", [AS_READ, Packing("int8")], ids=["float32", "int8"])
+@pytest.mark.parametrize("how", [AS_READ, laid_out("int8")], ids=["float32", "int8"])
 def test_packing_leaves_no_plain_weights_behind(how: Packing) -> None:
     model = nn.Sequential(*(filled(Linear(512, (512,), fine_sums=False)) for _ in range(3)))
     pack_linears(model, how)

@@ -10,26 +10,29 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-from tiny_models import make_reference, reference_logits, save, smollm2_path
+from teams import team
+from tiny_models import laid_out, make_reference, reference_logits, save, smollm2_path
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from closed_form import pieces
-from engines import Variant, resolved, runner_spec
+from engines import ORACLE, Variant, resolved, runner_spec
 from harness import Client, Row, Run, Told, check, ends_of, learn_from, replay
 from stepahead.config import ModelFacts
 from stepahead.engine import Engine
 from stepahead.executor.inline import InlineExecutor
 from stepahead.model.llama import Llama
-from stepahead.model.packed import AS_READ, Packing
-from stepahead.model.spec import ModelSpec, kv_bytes_per_token, read_spec
-from stepahead.model.weights import load_model, random_model
+from stepahead.model.load import load
+from stepahead.model.packed import AS_READ, Packing, Quantization
+from stepahead.model.spec import ModelSpec, kv_bytes_per_token
+from stepahead.model.weights import random_model
 from stepahead.runner.build import build_device
 from stepahead.runner.runner import Runner
 from stepahead.scheduler.stop import Vocabulary
@@ -39,10 +42,13 @@ from workloads import Ask, Workload, workload
 SHARDS = 5
 WORKLOADS = 10  # a shard
 CLOSE = 1e-4
+VOCABULARIES = (17, 64)
+PRECISIONS: tuple[Quantization, ...] = ("none", "float16", "int8", "int4")
 
 
-def random_llama(vocab_size: int, packing: Packing = AS_READ) -> Llama:
-    """The tiny model of that vocabulary."""
+def random_llama(vocab_size: int, packing: Packing = AS_READ, head_dim: int = 16) -> Llama:
+    """The tiny model of that vocabulary; kernels run its layers as one if heads are whole vectors
+    on every CPU."""
     spec = ModelSpec(
         architecture="LlamaForCausalLM",
         vocab_size=vocab_size,
@@ -51,16 +57,21 @@ def random_llama(vocab_size: int, packing: Packing = AS_READ) -> Llama:
         num_layers=2,
         num_heads=4,
         num_kv_heads=2,
-        head_dim=8,
+        head_dim=head_dim,
         max_len=64,
     )
     return random_model(spec, seed=5, dtype="float32", packing=packing)
 
 
-MODELS = {vocab: random_llama(vocab) for vocab in (17, 64)}
-INT8 = {vocab: random_llama(vocab, Packing("int8")) for vocab in MODELS}
-INVARIANT = {vocab: random_llama(vocab, Packing(invariant=True)) for vocab in MODELS}
-INVARIANT_INT8 = {vocab: random_llama(vocab, Packing("int8", invariant=True)) for vocab in MODELS}
+MODELS = {vocab: random_llama(vocab) for vocab in VOCABULARIES}
+
+
+@cache
+def fused_llama(vocab_size: int, kind: Quantization, threads: int) -> Llama:
+    """As kernels run it."""
+    model = random_llama(vocab_size, laid_out(kind, threads))
+    assert model._fused is not None
+    return model
 
 
 def engine_of(model: Llama, options: dict[str, Any], variant: Variant, eos: int = 1) -> Engine:
@@ -171,26 +182,6 @@ def test_a_tiny_llama_gives_the_same_under_drafts() -> None:
     assert nearly.forks <= 2
 
 
-def playing(models: dict[int, Llama]) -> Callable[[Workload, Variant], Run]:
-    """As `play`, on one of these."""
-
-    def play_it(work: Workload, variant: Variant) -> Run:
-        model = models[work.options["vocab_size"]]
-        return Client(engine_of(model, work.options, variant), work).play()
-
-    return play_it
-
-
-def test_a_tiny_llama_in_int8_gives_the_same_from_every_loop() -> None:
-    nearly = Nearly()
-    for seed in range(200, 208):
-        loop, depth = (("overlap", 0), ("batch-queue", 3))[seed % 2]
-        variant = Variant(loop, ("cpu", "hostile")[seed % 3 == 0], seed, depth)
-        check(seed, [variant], with_margins, playing(INT8), nearly, replay=__file__)
-    assert nearly.tokens > 50
-    assert nearly.forks <= 2
-
-
 @dataclass
 class ToTheBit:
     """The rule of rows that do not depend on their neighbours, and how often it could compare."""
@@ -213,9 +204,47 @@ class ToTheBit:
         return "" if ends_of(one) == ends_of(two) else f"ends {ends_of(one)}, {ends_of(two)}"
 
 
-@pytest.mark.parametrize("models", [INVARIANT, INVARIANT_INT8], ids=["float32", "int8"])
-def test_a_batch_invariant_llama_gives_the_same_to_the_bit(models: dict[int, Llama]) -> None:
+Player = Callable[[Workload, Variant], Run]
+
+
+def fused_player(kind: Quantization, threads: int) -> Player:
+    """As `play`, by kernels; the oracle's run on one thread, the others on this many."""
+
+    def play_it(work: Workload, variant: Variant) -> Run:
+        of = 1 if variant == ORACLE else threads
+        model = fused_llama(work.options["vocab_size"], kind, of)
+        return Client(engine_of(model, work.options, variant), work).play()
+
+    return play_it
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("kind", PRECISIONS)
+def test_kernels_give_the_same_to_the_bit_from_every_loop(kind: Quantization, threads: int) -> None:
     """Loops, chunks, preemptions and drafts put a request beside others, and change nothing."""
+    to_the_bit = ToTheBit()
+    counts: Counter[str] = Counter()
+    for seed in range(300, 308):
+        device = ("cpu", "hostile")[seed % 3 == 0]
+        loop, depth = (("overlap", 0), ("batch-queue", 3), ("serial", 0), ("overlap", 4))[seed % 4]
+        draft = {"draft": "ngram", "drafts": 3} if seed % 5 == 3 else {}
+        variant = Variant(loop, device, seed, depth, **draft)
+        player = fused_player(kind, threads)
+        counts += check(seed, [variant], with_margins, player, to_the_bit, replay=__file__)[1]
+    assert counts["prefix_hits"] > 0
+    assert to_the_bit.tokens > 100
+
+
+@pytest.mark.parametrize("kind", ["none", "int8"])
+def test_a_batch_invariant_llama_gives_the_same_to_the_bit(kind: Quantization) -> None:
+    """One whose heads are no whole vectors: torch attends, a prompt position at a time."""
+    packing = Packing(kind, invariant=True, team=team())
+    models = {vocab: random_llama(vocab, packing, head_dim=4) for vocab in VOCABULARIES}
+
+    def play_it(work: Workload, variant: Variant) -> Run:
+        model = models[work.options["vocab_size"]]
+        return Client(engine_of(model, work.options, variant), work).play()
+
     to_the_bit = ToTheBit()
     counts: Counter[str] = Counter()
     for seed in range(300, 308):
@@ -223,8 +252,7 @@ def test_a_batch_invariant_llama_gives_the_same_to_the_bit(models: dict[int, Lla
         variants = [Variant(loop, "cpu", seed, depth)]
         if seed % 4 == 3:
             variants.append(Variant("overlap", "cpu", seed, draft="ngram", drafts=3))
-        _, found = check(seed, variants, with_margins, playing(models), to_the_bit, replay=__file__)
-        counts += found
+        counts += check(seed, variants, with_margins, play_it, to_the_bit, replay=__file__)[1]
     assert counts["prefix_hits"] > 0
     assert to_the_bit.tokens > 100
 
@@ -260,12 +288,14 @@ def hold_greedy(reference: PreTrainedModel, prompt: list[int], answer: list[int]
 
 
 @pytest.mark.parametrize("loop", ["serial", "overlap"])
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma3"])
 def test_a_tiny_model_gives_transformers_greedy_tokens(
     family: str, loop: str, tmp_path: Path
 ) -> None:
-    reference = save(make_reference(family), tmp_path)
-    model = load_model(read_spec(tmp_path), "float32")
+    reference = save(make_reference(family, hidden_size=64), tmp_path)
+    model = load(str(tmp_path), "float32")  # kernels run it, as they run what people ask for
+    assert isinstance(model, Llama)
+    assert model._fused is not None
     generator = torch.Generator().manual_seed(3)
     prompts = [
         torch.randint(0, 96, (length,), generator=generator).tolist() for length in PROMPT_LENGTHS
@@ -291,7 +321,9 @@ def read_by_transformers(path: Path) -> PreTrainedModel:
 def test_smollm2_gives_transformers_greedy_tokens() -> None:
     path = smollm2_path()
     reference = read_by_transformers(path)
-    model = load_model(read_spec(path), "float32")
+    model = load(str(path), "float32")
+    assert isinstance(model, Llama)
+    assert model._fused is not None
     # "The capital of France is", "def fibonacci(n):", and a list of numbers, as SmolLM2 has them
     prompts = [[504, 3575, 282, 4649, 314], [1604, 4513, 30, 24], [33, 28, 34, 28, 35, 28, 36]]
     answers = greedy_answers(model, prompts, 12, "serial")

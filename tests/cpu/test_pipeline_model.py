@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_parity_llama import Nearly, with_margins
+from test_parity_llama import PRECISIONS, ToTheBit, with_margins
 from tiny_models import (
     Pages,
     gguf_tensors,
@@ -31,10 +32,11 @@ from stepahead.engine import Engine
 from stepahead.errors import WeightError
 from stepahead.executor.inline import InlineExecutor
 from stepahead.model.batch import StepInputs
-from stepahead.model.spec import read_spec
+from stepahead.model.kernel_linear import KernelLinear
+from stepahead.model.load import load
+from stepahead.model.packed import Quantization
 from stepahead.model.toy import LAYERS, ToyModel
-from stepahead.model.weights import load_model
-from stepahead.parallel.pipeline import LlamaPart, ToyPart, layers_of, load_part
+from stepahead.parallel.pipeline import ToyPart, layers_of, load_part
 from stepahead.runner.runner import Model
 from stepahead.runner.spec import RunnerSpec
 from stepahead.scheduler.stop import Vocabulary
@@ -95,9 +97,9 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     """A tiny model of five layers."""
     folder = tmp_path_factory.mktemp(request.param)
     family, _, tied = request.param.partition("-")
-    more = {"head_dim": 8} if family == "qwen3" else {}
     family = "llama" if family == "gguf" else family
-    reference = make_reference(family, num_hidden_layers=5, tie_word_embeddings=bool(tied), **more)
+    sizes = {"num_hidden_layers": 5, "hidden_size": 64, "head_dim": 16}
+    reference = make_reference(family, tie_word_embeddings=bool(tied), **sizes)
     if request.param != "gguf":
         save(reference, folder)
         return folder
@@ -105,12 +107,24 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return folder / "tiny.gguf"
 
 
+@pytest.mark.parametrize("kind", PRECISIONS)
 @pytest.mark.parametrize("stages", [2, 3, 5])
-def test_the_parts_of_a_model_are_the_model_to_the_last_bit(checkpoint: Path, stages: int) -> None:
-    whole = load_model(read_spec(checkpoint), "float32")
-    parts = [load_part(str(checkpoint), "float32", stage, stages) for stage in range(stages)]
+def test_the_parts_of_a_model_are_the_model_to_the_last_bit(
+    checkpoint: Path, stages: int, kind: Quantization
+) -> None:
+    whole = load(str(checkpoint), "float32", quantization=kind)
+    parts = [
+        load_part(str(checkpoint), "float32", stage, stages, quantization=kind)
+        for stage in range(stages)
+    ]
+    assert all(part.model._fused is not None for part in parts)
+    # the first part's embeddings are as they were read; in one piece, tied ones are the head's
+    rounded = whole.spec.tied_head and kind != "none"
     for logits, right in zip(replies(Chain(parts)), replies(whole), strict=True):
-        assert torch.equal(logits, right)
+        if rounded:
+            assert (logits - right).norm() < 0.1 * right.norm()
+        else:
+            assert torch.equal(logits, right)
 
 
 @pytest.mark.parametrize("stages", [2, 3])
@@ -118,9 +132,12 @@ def test_a_stage_has_the_weights_and_the_memory_of_its_layers_only(
     checkpoint: Path, stages: int
 ) -> None:
     def names(model: Any) -> set[str]:
-        return {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        """Of all that has weights; kernels' matrices are no parameters."""
+        modules = model.named_modules(remove_duplicate=False)
+        matrices = {f"{name}.weight" for name, one in modules if isinstance(one, KernelLinear)}
+        return matrices | {name for name, _ in model.named_parameters(remove_duplicate=False)}
 
-    whole = load_model(read_spec(checkpoint), "float32")
+    whole = load(str(checkpoint), "float32")
     tied = whole.spec.tied_head
     found = []
     for stage in range(stages):
@@ -129,12 +146,13 @@ def test_a_stage_has_the_weights_and_the_memory_of_its_layers_only(
         has = names(part.model)
         layers = {int(name.split(".")[1]) for name in has if name.startswith("layers.")}
         assert layers == {*mine}
-        assert ("embed.weight" in has) == (stage == 0 or (tied and stage == stages - 1))
+        assert ("embed.weight" in has) == (stage == 0)  # the last looks up nothing
         assert ("norm.weight" in has, "head.weight" in has) == (stage == stages - 1,) * 2
         assert all(p.device.type == "cpu" for p in part.model.parameters())  # none left without
         assert len(part.new_kv(9, 4).k) == len(mine)
         found.append(has)
-    assert set().union(*found) == names(whole)
+    # in one piece, tied embeddings are looked up in the head
+    assert set().union(*found) == names(whole) | ({"embed.weight"} if tied else set())
 
 
 def test_a_tensor_that_no_stage_has_a_place_for_is_refused_by_each(tmp_path: Path) -> None:
@@ -176,21 +194,29 @@ class Whole(ToyModel):
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama of the workloads' vocabulary."""
     folder = tmp_path_factory.mktemp("llama")
-    save(make_reference("llama", num_hidden_layers=3, vocab_size=64), folder)
+    sizes = {"num_hidden_layers": 3, "hidden_size": 64, "head_dim": 16}
+    save(make_reference("llama", vocab_size=64, **sizes), folder)
     return folder
 
 
-def play_llama(folder: Path, work: Workload, variant: Variant) -> Run:
-    """The workload on that Llama: in one piece, or its stages in this thread."""
+@pytest.fixture(autouse=True)
+def _torchs_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def play_llama(folder: Path, kind: Quantization, work: Workload, variant: Variant) -> Run:
+    """The workload on that Llama: in one piece, or its stages in this thread; kernels of a stage
+    have one or two threads."""
+    torch.set_num_threads(1 + (variant.device_seed + variant.stages) % 2)
     settled = resolved(work.options, variant)
     facts = ModelFacts(64, settled.model_len, (1,), 8)
     settled = replace(settled, facts=facts)
     spec = runner_spec(settled)
 
     def part(one: RunnerSpec) -> Model:
-        if one.stages == 1:
-            return load_part_whole(str(folder))
-        return load_part(str(folder), "float32", one.stage, one.stages)
+        return load_part(str(folder), "float32", one.stage, one.stages, quantization=kind)
 
     devices = stage_devices(spec, variant.device == "hostile", HostileModes())
     executor = InlineExecutor(stages_runner(spec, devices, part))
@@ -198,14 +224,9 @@ def play_llama(folder: Path, work: Workload, variant: Variant) -> Run:
     return Client(engine, work).play()
 
 
-def load_part_whole(path: str) -> LlamaPart:
-    """One stage of one."""
-    return load_part(path, "float32", 0, 1)
-
-
-@pytest.mark.parametrize("shard", range(3))
+@pytest.mark.parametrize("shard", range(4))
 def test_over_stages_a_llama_says_the_same(folder: Path, shard: int) -> None:
-    nearly = Nearly()
+    to_the_bit = ToTheBit()
     played = 0
     for seed in range(shard * 12, (shard + 1) * 12):
         if with_margins(seed).options["vocab_size"] != 64:
@@ -215,7 +236,7 @@ def test_over_stages_a_llama_says_the_same(folder: Path, shard: int) -> None:
         loop = ("batch-queue", "batch-queue", "overlap", "serial")[seed % 4]
         device = ("cpu", "hostile")[seed % 3 == 0]
         variant = Variant(loop, device, seed, stages=stages)
-        check(seed, [variant], with_margins, partial(play_llama, folder), nearly, oracle=ORACLE)
+        player = partial(play_llama, folder, PRECISIONS[shard])
+        check(seed, [variant], with_margins, player, to_the_bit, oracle=ORACLE)
     assert played
-    assert nearly.tokens > 50
-    assert nearly.forks <= nearly.tokens // 100
+    assert to_the_bit.tokens > 50

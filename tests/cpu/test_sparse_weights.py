@@ -315,7 +315,7 @@ def test_experts_are_loaded_without_a_second_copy(kept: str, tmp_path: Path) -> 
     with Allocations() as memory:
         model = load_sparse(read_spec(tmp_path), "float32")
     weights = sum(parameter.nbytes for parameter in model.parameters())
-    table = model.rope._table.nbytes
+    table = model.rope.table.nbytes
     stack = model.layers[1].mlp.experts.gate_up.nbytes
     assert stack > 20 * largest
     assert weights <= memory.peak < weights + table * 8 + 4 * largest

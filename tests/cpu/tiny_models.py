@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from teams import team
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -23,7 +24,9 @@ from transformers import (
     Qwen3Config,
 )
 
+from stepahead.model import kernel_linear  # noqa: F401  compiled at collection, not in a test
 from stepahead.model.batch import ChunkRow, StepInputs
+from stepahead.model.packed import Packing, Quantization
 
 torch.set_num_threads(1)  # at this size a second thread only waits, longest on a busy machine
 PAGE_SIZE = 4
@@ -45,6 +48,11 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
     "bos_token_id": 1,
 }
+
+
+def laid_out(quantization: Quantization = "none", threads: int = 1) -> Packing:
+    """Matrices for kernels, which this team runs."""
+    return Packing(quantization, team=team(threads))
 
 
 def make_reference(family: str, **config: Any) -> PreTrainedModel:

@@ -1,13 +1,256 @@
-"""What the CPU's kernels compute."""
+"""What the CPU's own kernels compute, and how threads share it."""
 
 from __future__ import annotations
 
 from mutating import Mutation
 
+_TEAM = "tests/cpu/test_kernels_team.py::"
+_ROWS = "tests/cpu/test_kernels_rows.py::"
+_ATTEND = "tests/cpu/test_kernels_attend.py::"
+_LINEAR = "tests/cpu/test_kernels_linear.py::"
+_FUSED = "tests/cpu/test_fused.py::"
 _GREEDY = "tests/cpu/test_greedy.py::"
 _TWIN = _GREEDY + "test_the_kernel_chooses_what_torch_does"
 
 MUTATIONS = [
+    Mutation(
+        "a piece of work is given out twice",
+        "what is added to is added to twice, and half of the work is never done",
+        "kernels/team.py",
+        "    return _add(team + _TAKEN, 1)\n",
+        "    return _add(team + _TAKEN, 1) // 2\n",
+        _TEAM + "test_each_piece_is_taken_once",
+    ),
+    Mutation(
+        "threads that meet do not wait",
+        "a thread that reads what another has not written yet",
+        "kernels/team.py",
+        "    while _look(team + _ROUND) == round_now:\n",
+        "    while False:\n",
+        _TEAM + "test_nobody_goes_on_before_all_have_met",
+    ),
+    Mutation(
+        "a team let go keeps its threads",
+        "threads that pile up with each model that is loaded",
+        "kernels/team.py",
+        "        weakref.finalize(self, self._desk.call, None, threads - 1)\n",
+        "",
+        _TEAM + "test_a_team_let_go_ends_its_threads",
+    ),
+    Mutation(
+        "what was compiled is found by the files' names alone",
+        "the kernels of an older version, run by a newer one",
+        "kernels/jit.py",
+        "        digest.update(source.read_bytes())\n",
+        "        digest.update(source.name.encode())\n",
+        _TEAM + "test_a_kernels_cache_has_another_name_when_any_source_changes",
+    ),
+    Mutation(
+        "keys and values are stored as they come",
+        "one request's NaN in whoever gets its pages next",
+        "kernels/rows.py",
+        "    if worst >= limit:\n",
+        "    if worst < 0:\n",
+        _ROWS + "test_what_is_stored_is_finite",
+    ),
+    Mutation(
+        "a row that is not finite becomes zeros",
+        "a request that has overflowed and is answered as if it had not",
+        "kernels/rows.py",
+        "np.float32(np.nan) if most >= _INFINITY else np.float32(0)",
+        "np.float32(0)",
+        _ROWS + "test_a_row_that_is_not_finite_has_the_scale_nan",
+    ),
+    Mutation(
+        "scores are of the first page's keys",
+        "a row that reads one page again and again",
+        "kernels/attend.py",
+        "            cell = (pages[position // page_size] * page_size + offset) * stride\n"
+        "            _score(",
+        "            cell = (pages[begin // page_size] * page_size + offset) * stride\n"
+        "            _score(",
+        _ATTEND + "test_a_query_sees_its_positions_and_no_others",
+    ),
+    Mutation(
+        "attention reads pages as if they were in order",
+        "a row that reads another one's cells",
+        "kernels/attend.py",
+        "            cell = (pages[position // page_size] * page_size + offset) * stride\n"
+        "            weights",
+        "            cell = (pages[0] * page_size + position) * stride\n            weights",
+        _ATTEND + "test_a_query_sees_its_positions_and_no_others",
+    ),
+    Mutation(
+        "every group of weights has the scale of the first",
+        "a model that answers almost right",
+        "kernels/tile.py",
+        "            lies_at = emit.at(s, emit.times(index, scale_bytes))\n",
+        "            lies_at = s\n",
+        _LINEAR + "test_a_product_in_integers_is_rounding_and_exact_sums",
+    ),
+    Mutation(
+        "the least value of a group is left out",
+        "weights of 4 bits that are all above zero",
+        "kernels/tile.py",
+        "                        totals[place] = emit.fma(x, least[half], totals[place])\n",
+        "                        pass\n",
+        _LINEAR + "test_a_product_in_integers_is_rounding_and_exact_sums",
+    ),
+    Mutation(
+        "one scale for the activations of all rows",
+        "a request whose answer depends on who is beside it",
+        "kernels/gemm.py",
+        "                        x[X_SCALES] + row * 4,\n",
+        "                        x[X_SCALES],\n",
+        _LINEAR + "test_a_row_is_the_same_to_the_bit_beside_any_others",
+    ),
+    Mutation(
+        "a tile leaves out its last row",
+        "whatever was in memory before, for the last request of a step",
+        "kernels/gemm.py",
+        "(turn + 1) // tiles - row\n",
+        "(turn + 1) // tiles - row - (turn + 1 == tiles)\n",
+        _LINEAR + "test_a_product_in_float_is_what_it_should_be",
+    ),
+    Mutation(
+        "a matrix for kernels forgets its bias",
+        "a model with biases that answers almost right",
+        "model/kernel_linear.py",
+        "        if plain.bias is not None:\n",
+        "        if False:\n",
+        _LINEAR + "test_a_product_in_float_is_what_it_should_be",
+    ),
+    Mutation(
+        "weights without a place in float16 are rounded to infinity",
+        "a model that answers nothing but NaN, and nobody says so",
+        "model/kernel_linear.py",
+        "    if most is not None and not weight.abs().amax() <= most:\n",
+        "    if False:\n",
+        _LINEAR + "test_weights_up_to_what_a_format_has_room_for_are_taken",
+    ),
+    Mutation(
+        "the head has 4 bits, too",
+        "one first choice in eight that is another one",
+        "model/packed.py",
+        '    return "int8" if is_head and how.quantization == "int4" else how.quantization\n',
+        "    return how.quantization\n",
+        "tests/cpu/test_model_packed.py::test_the_head_stays_in_8_bits_where_others_have_4",
+    ),
+    Mutation(
+        "what a part of a layer gives replaces what came in",
+        "a model without residuals",
+        "kernels/step.py",
+        "matrix, out, stride, out == step[X_AT])",
+        "matrix, out, stride, 0)",
+        _FUSED + "test_one_kernel_gives_what_plain_layers_give[llama-1]",
+    ),
+    Mutation(
+        "threads do not meet between keys and attention",
+        "a row that attends to cells that are not written yet",
+        "kernels/step.py",
+        "        store_finite(model[KV_SIZE], v, layer[VALUES] + cell, cell_floats)\n"
+        "    meet(team)\n",
+        "        store_finite(model[KV_SIZE], v, layer[VALUES] + cell, cell_floats)\n",
+        _FUSED + "test_one_kernel_gives_what_plain_layers_give[llama-1]",
+    ),
+    Mutation(
+        "the one kernel's window has no far end",
+        "a model that attends to what it was trained not to see",
+        "kernels/step.py",
+        "        begin = max(0, end - model[WINDOW]) if layer[WINDOWED] else 0\n",
+        "        begin = 0\n",
+        _FUSED + "test_one_kernel_gives_what_plain_layers_give[mistral-window-1]",
+    ),
+    Mutation(
+        "the one kernel's window begins a position late",
+        "a window without its first position",
+        "kernels/step.py",
+        "        begin = max(0, end - model[WINDOW]) if",
+        "        begin = max(0, end - model[WINDOW] + 1) if",
+        _FUSED + "test_one_kernel_gives_what_plain_layers_give[mistral-window-1]",
+    ),
+    Mutation(
+        "attention begins a position late",
+        "a prompt whose first token nobody sees",
+        "kernels/step.py",
+        " if layer[WINDOWED] else 0\n",
+        " if layer[WINDOWED] else min(1, end - 1)\n",
+        _FUSED + "test_one_kernel_gives_what_plain_layers_give[llama-1]",
+    ),
+    Mutation(
+        "the one kernel turns all layers by one rope",
+        "Gemma 3 files that are off by all they know of places",
+        "kernels/step.py",
+        "model[WINDOW_TURNS] if layer[WINDOWED] else model[TURNS]",
+        "model[TURNS]",
+        _FUSED + "test_one_kernel_gives_what_plain_layers_give[gemma3-1]",
+    ),
+    Mutation(
+        "the one kernel leaves out norms behind products",
+        "Gemma 3 files whose layers add up too much",
+        "kernels/step.py",
+        "    if layer[AFTER if part == _O else MLP_AFTER]:\n",
+        "    if part < 0:\n",
+        _FUSED + "test_one_kernel_gives_what_plain_layers_give[gemma3-1]",
+    ),
+    Mutation(
+        "the one kernel reads as far as the host thinks",
+        "a row that sees what is past its end, or a dead one that reads pages that are not its own",
+        "model/fused.py",
+        "        fields[step.LENGTHS] = _at(inputs.decode_lens_dev)\n",
+        "        fields[step.LENGTHS] = inputs.decode_bounds.ctypes.data\n",
+        _FUSED + "test_one_kernel_gives_what_plain_layers_give[llama-1]",
+    ),
+    Mutation(
+        "all decode rows have the first one's pages",
+        "a request that is answered from another one's prompt, or from a dead row's page",
+        "model/fused.py",
+        "pages.data_ptr(), pages.stride(0) * 8",
+        "pages.data_ptr(), 0",
+        _FUSED + "test_one_kernel_gives_what_plain_layers_give[llama-1]",
+    ),
+    Mutation(
+        "keys and values in float16 are read as float32",
+        "two keys as one number, in any precision but the model's own",
+        "kernels/attend.py",
+        "        if size == 2:\n            _half_dot(args)\n",
+        "        if size < 2:\n            _half_dot(args)\n",
+        _ATTEND + "test_a_query_sees_its_positions_and_no_others",
+    ),
+    Mutation(
+        "a tied embedding is looked up as if its steps had no sign",
+        "a model that is told other tokens than its prompt",
+        "kernels/pack.py",
+        "        return np.float32(np.int8(level)) * scale\n",
+        "        return np.float32(level) * scale\n",
+        _LINEAR + "test_rows_that_are_looked_up_are_what_products_are_made_with",
+    ),
+    Mutation(
+        "the last stage is normed by torch",
+        "a request that is answered otherwise when its model is cut into stages",
+        "parallel/pipeline.py",
+        "        return run(x, inputs, kv)\n",
+        "        x = model.run(x, inputs, kv)\n"
+        "        return model.norm(x) if self._is_last else x\n",
+        "tests/cpu/test_pipeline_model.py"
+        "::test_the_parts_of_a_model_are_the_model_to_the_last_bit[llama-2-none]",
+    ),
+    Mutation(
+        "pools are looked up once",
+        "keys and values in memory that has been given back",
+        "model/fused.py",
+        "        if kv is self._pool:\n",
+        "        if self._pool is not None:\n",
+        _FUSED + "test_a_model_runs_on_whatever_pool_it_is_given",
+    ),
+    Mutation(
+        "kernels run shapes that they have no code for",
+        "rows that read and write each other's numbers",
+        "model/spec.py",
+        "self.head_dim % 16 == 0 and self.hidden_size % 32 == 0",
+        "self.head_dim % 2 == 0",
+        _FUSED + "test_shapes_that_kernels_have_no_code_for_keep_plain_layers",
+    ),
     Mutation(
         "the kernel takes the last of equal logits",
         "a greedy answer that is another one than torch's",

@@ -170,7 +170,10 @@ class Llama(nn.Module):
 
     def forward(self, inputs: StepInputs, kv: KVPool) -> Tensor:
         """Run a step: write its keys and values, return hidden states [T, hidden], normed."""
-        x = self.embed(inputs.token_ids_dev)
+        return self.finish(self.embed(inputs.token_ids_dev), inputs, kv)
+
+    def finish(self, x: Tensor, inputs: StepInputs, kv: KVPool) -> Tensor:
+        """The layers and the norm behind the last: as `run`, normed."""
         if self._fused is not None:
             return self._fused.run(x, inputs, kv, self.norm)
         return self.norm(self.run(x, inputs, kv))

@@ -79,8 +79,8 @@ class LlamaPart:
         model = self.model
         x = model.embed(inputs.token_ids_dev) if self._is_first else inputs.states_dev
         assert x is not None, "the states of the part before did not come"
-        x = model.run(x, inputs, kv)
-        return model.norm(x) if self._is_last else x
+        run = model.finish if self._is_last else model.run
+        return run(x, inputs, kv)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32[R, vocab]; of the last part only."""

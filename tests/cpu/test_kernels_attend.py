@@ -1,0 +1,151 @@
+"""Attention over pages where they lie, against softmax in float64 over what the pages hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stepahead.kernels.attend import attend
+from stepahead.kernels.emit import LANES
+
+HEAD_DIMS = [size for size in (8, 16, 24, 32, 64, 80, 128, 136) if size % LANES == 0]
+BESIDE = -7.25  # what lies behind what is written, and must stay
+
+
+@dataclass(frozen=True)
+class Case:
+    """One query position, and its pages in a pool full of what must not be read."""
+
+    dtype: type[np.floating] = np.float32  # of the pool
+    group: int = 1
+    head_dim: int = HEAD_DIMS[0]
+    kv_heads: int = 1
+    kv_head: int = 0
+    page_size: int = 4
+    begin: int = 0
+    end: int = 1
+    size: float = 1.0  # of queries: large ones leave one position
+    seed: int = 0
+
+    @property
+    def pages(self) -> int:
+        return -(-self.end // self.page_size)
+
+
+class Memory:
+    """What a case is given: queries, pools, a page table in random order."""
+
+    def __init__(self, case: Case) -> None:
+        generator = np.random.default_rng(case.seed)
+        self.case = case
+        self.q = generator.standard_normal((case.group, case.head_dim)).astype(np.float32)
+        self.q *= np.float32(case.size)
+        many = 2 * case.pages + 3
+        shape = (many, case.page_size, case.kv_heads, case.head_dim)
+        # whatever is read and should not be would decide alone
+        self.k, self.v = np.full(shape, 1e4, case.dtype), np.full(shape, -6e4, case.dtype)
+        self.table = generator.permutation(many)[: case.pages].astype(np.int64)
+        for position in range(case.begin, case.end):
+            where = (self.table[position // case.page_size], position % case.page_size)
+            self.k[where][case.kv_head] = generator.standard_normal(case.head_dim)
+            self.v[where][case.kv_head] = generator.standard_normal(case.head_dim)
+
+    def attended(self) -> np.ndarray:
+        """float32[group, head_dim] from the kernel."""
+        case = self.case
+        scratch = np.full(case.end - case.begin + LANES + 2 + 64, BESIDE, np.float32)
+        out = np.full(case.group * case.head_dim + 64, BESIDE, np.float32)
+        size = self.k.itemsize
+        head = size * case.kv_head * case.head_dim
+        attend(
+            *(size, self.q.ctypes.data, case.group, case.head_dim),
+            *(self.k.ctypes.data + head, self.v.ctypes.data + head),
+            *(size * case.kv_heads * case.head_dim, case.page_size, self.table.ctypes.data),
+            *(case.begin, case.end, case.head_dim**-0.5, scratch.ctypes.data, out.ctypes.data),
+        )
+        assert (scratch[-64:] == BESIDE).all()
+        assert (out[-64:] == BESIDE).all()
+        return out[:-64].reshape(case.group, case.head_dim)
+
+    def expected(self) -> np.ndarray:
+        """The same in float64."""
+        case = self.case
+        pages = (case.pages * case.page_size, case.kv_heads, case.head_dim)
+        here = slice(case.begin, case.end), case.kv_head
+        k = self.k[self.table].reshape(pages)[here].astype(np.float64)
+        v = self.v[self.table].reshape(pages)[here].astype(np.float64)
+        scores = self.q.astype(np.float64) @ k.T * case.head_dim**-0.5
+        weights = np.exp(scores - scores.max(1, keepdims=True))
+        return weights @ v / weights.sum(1, keepdims=True)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    kv_heads = draw(st.integers(1, 3))
+    end = draw(st.integers(1, 70))
+    return Case(
+        dtype=draw(st.sampled_from([np.float32, np.float16])),
+        group=draw(st.integers(1, 8)),
+        head_dim=draw(st.sampled_from(HEAD_DIMS)),
+        kv_heads=kv_heads,
+        kv_head=draw(st.integers(0, kv_heads - 1)),
+        page_size=draw(st.integers(1, 16)),
+        begin=draw(st.one_of(st.just(0), st.integers(0, end - 1))),
+        end=end,
+        size=draw(st.sampled_from([0.0, 1.0, 1.0, 30.0])),
+        seed=draw(st.integers(0, 9999)),
+    )
+
+
+@settings(max_examples=250)
+@given(cases())
+def test_a_query_sees_its_positions_and_no_others(case: Case) -> None:
+    memory = Memory(case)
+    atol = 4e-6 * max(1.0, case.size)
+    np.testing.assert_allclose(memory.attended(), memory.expected(), rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("length", [1000, 4096, 5003])
+def test_a_query_sees_a_long_context(length: int) -> None:
+    memory = Memory(Case(np.float32, 2, HEAD_DIMS[-1], 2, 1, page_size=16, end=length, seed=length))
+    np.testing.assert_allclose(memory.attended(), memory.expected(), rtol=0, atol=4e-6)
+
+
+@settings(max_examples=40)
+@given(cases(), st.integers(1, 16))
+def test_what_is_attended_to_is_the_same_to_the_bit_in_any_pages_of_a_size(
+    case: Case, seed: int
+) -> None:
+    """Which pages a row was given depends on who was there before it."""
+    memory = Memory(case)
+    other = Memory(case)
+    moved = np.random.default_rng(seed).permutation(len(memory.k))
+    other.k[moved], other.v[moved] = memory.k, memory.v
+    other.table = moved[memory.table]
+    assert (memory.attended() == other.attended()).all()
+
+
+@settings(max_examples=40)
+@given(cases())
+def test_heads_of_a_group_do_not_see_each_other(case: Case) -> None:
+    memory = Memory(case)
+    together = memory.attended()
+    for head in range(case.group):
+        alone = Memory(replace(case, group=1))
+        alone.q, alone.k, alone.v = memory.q[head : head + 1].copy(), memory.k, memory.v
+        alone.table = memory.table
+        assert (alone.attended() == together[head]).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_query_that_is_not_finite_spoils_no_other_of_its_group(bad: float) -> None:
+    case = Case(np.float32, 3, HEAD_DIMS[1], 1, 0, page_size=4, end=19)
+    memory, spoiled = Memory(case), Memory(case)
+    spoiled.q[1, 3] = bad
+    found, expected = spoiled.attended(), memory.attended()
+    assert (found[[0, 2]] == expected[[0, 2]]).all()
+    assert not np.isfinite(found[1]).all()
