@@ -28,7 +28,7 @@ FLOAT32, FLOAT16, INT8, INT4 = range(4)
 PANEL = 2 * LANES
 # columns that are summed apart: those that share a scale, or enough to keep rounding small
 
-GROUP = {FLOAT32: 128, FLOAT16: 128, INT8: 32, INT4: 32}
+GROUP = {FLOAT32: 64, FLOAT16: 64, INT8: 32, INT4: 32}
 MOST_ROWS = 6  # more sums than registers hold would go through memory
 _HALVES = 2  # vectors in a panel
 _INT4_MASK = 15

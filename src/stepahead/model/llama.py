@@ -18,10 +18,10 @@ from stepahead.model.attention import paged, varlen
 from stepahead.model.attention.paged import HeadShape
 from stepahead.model.batch import StepInputs, one_by_one
 from stepahead.model.layers import Linear, RMSNorm, Rope, empty_parameter, rotate
+from stepahead.model.packed import Packing, pack
 from stepahead.model.spec import Activation, ModelSpec
 
 if TYPE_CHECKING:
-    from stepahead.kernels.team import Team
     from stepahead.model.fused import FusedLayers
 
 StepAttention = paged.StepAttention | varlen.KernelAttention | varlen.GatherAttention
@@ -153,20 +153,37 @@ class Llama(nn.Module):
         self._kv_dtype: torch.dtype | None = None  # the weights' own
         self.notes: tuple[str, ...] = ()  # what was found out on this machine
 
-    def fuse(self, team: Team, kv_dtype: torch.dtype, settle: bool) -> None:
+    def fuse(self, how: Packing) -> None:
         """Run all layers as one kernel from now on, where the model's shape allows it; its matrices
-        are laid out for kernels.  `kv_dtype`, float32 or float16, is what new pools are of.
-        `settle`: use as many of the team's threads as are fastest."""
+        are laid out as `how` says, for kernels."""
         from stepahead.model.fused import FusedLayers  # kernels are compiled at import
+
+        assert how.team is not None
+        if not self.spec.fusable or self._weight.dtype != torch.float32:
+            return
+        if how.quantization != "none":
+            self._kv_dtype = torch.float16
+        if self.spec.tied_head and isinstance(self.embed, Embedding):
+            self._tie(how)
+        self._fused = FusedLayers(self, how.team)
+        if how.settle_threads and how.team.threads > 1:
+            self.notes = (self._fused.settle_threads(),)
+
+    def _tie(self, how: Packing) -> None:
+        """Embeddings are looked up where the head lies; a stage without the head lays it out for
+        that alone, so that it sees the same numbers as the whole does."""
         from stepahead.model.kernel_linear import KernelLinear, TiedEmbedding
 
-        if self.spec.fusable and self._weight.dtype == torch.float32:
-            self._fused = FusedLayers(self, team)
-            self._kv_dtype = kv_dtype
-            if self.spec.tied_head and isinstance(self.head, KernelLinear):
-                self.add_module("embed", TiedEmbedding(self.head, self.spec.embed_scale))
-            if settle and team.threads > 1:
-                self.notes = (self._fused.settle_threads(),)
+        head = self.head
+        if not isinstance(head, KernelLinear):
+            assert isinstance(self.embed, Embedding)
+            plain = Linear(self.spec.hidden_size, (self.spec.vocab_size,), fine_sums=False)
+            plain.weight = self.embed.weight
+            home = nn.Sequential(plain)
+            pack(home, "0", plain, how)
+            head = home[0]
+        assert isinstance(head, KernelLinear)
+        self.add_module("embed", TiedEmbedding(head, self.spec.embed_scale))
 
     def forward(self, inputs: StepInputs, kv: KVPool) -> Tensor:
         """Run a step: write its keys and values, return hidden states [T, hidden], normed."""

@@ -189,9 +189,7 @@ def _ready(model: AnyModel, device: str, packing: Packing) -> None:
     if isinstance(model, Llama):
         model.invariant = packing.invariant
         if packing.team is not None:
-            half = packing.quantization != "none"
-            kv_dtype = torch.float16 if half else torch.float32
-            model.fuse(packing.team, kv_dtype, packing.settle_threads)
+            model.fuse(packing)
     model.eval()
 
 
