@@ -51,9 +51,17 @@ class Layout:
 
 @inner
 def multiply(
-    team: int, x: np.ndarray, count: int, matrix: np.ndarray, out: int, out_stride: int, add: int
+    team: int,
+    x: np.ndarray,
+    slot: int,
+    count: int,
+    matrix: np.ndarray,
+    out: int,
+    out_stride: int,
+    add: int,
 ) -> None:
-    """out = x W^T + b, or added to `out`; strides in bytes.  `count` rows; all threads call it."""
+    """out = x W^T + b, or added to `out`; strides in bytes.  `count` rows, the first of which lies
+    at `slot` of the activations; all threads call it."""
     kind, groups = matrix[FORMAT], matrix[GROUPS]
     blocks = -(-count // _ROWS)
     pieces = -(-matrix[PANELS] // _PANELS)
@@ -75,11 +83,11 @@ def multiply(
                     kind,
                     rows,
                     (
-                        x[X] + row * x[X_STRIDE],
+                        x[X] + (slot + row) * x[X_STRIDE],
                         x[X_STRIDE],
-                        x[X_SUMS] + row * x[SUMS_STRIDE],
+                        x[X_SUMS] + (slot + row) * x[SUMS_STRIDE],
                         x[SUMS_STRIDE],
-                        x[X_SCALES] + row * 4,
+                        x[X_SCALES] + (slot + row) * 4,
                         weights,
                         scales,
                         bias,

@@ -42,10 +42,10 @@ def _inputs(buffers: np.ndarray) -> np.ndarray:
 
 
 @inner
-def _prepare(row: int, x: int, count: int, matrix: np.ndarray, buffers: np.ndarray) -> None:
-    out = buffers[INPUTS] + row * buffers[INPUTS_BYTES]
-    sums = buffers[SUMS] + row * buffers[SUMS_BYTES]
-    scale = buffers[INPUT_SCALES] + row * 4
+def _prepare(slot: int, x: int, count: int, matrix: np.ndarray, buffers: np.ndarray) -> None:
+    out = buffers[INPUTS] + slot * buffers[INPUTS_BYTES]
+    sums = buffers[SUMS] + slot * buffers[SUMS_BYTES]
+    scale = buffers[INPUT_SCALES] + slot * 4
     prepare(matrix[FORMAT], x, count, matrix[GROUPS], out, sums, scale)
 
 
@@ -84,8 +84,13 @@ def _prepared(
     step: np.ndarray,
     buffers: np.ndarray,
 ) -> None:
-    """All rows as inputs of a matrix."""
+    """All rows as inputs of a matrix.  A single row each thread prepares for itself, at its own
+    slot, and waits for nobody."""
     own = step[SCRATCH] + rank * step[SCRATCH_BYTES]
+    if step[COUNT] == 1:
+        x, count = _row_for(part, 0, own, layer, eps, model, buffers, step[X_AT])
+        _prepare(rank, x, count, matrix, buffers)
+        return
     while True:
         row = take(team)
         if row >= step[COUNT]:
@@ -239,6 +244,7 @@ def layers(
     `model`, `buffers` and `step` as the names above say; `matrices` int64[layers, LAYER_FIELDS].
     eps is the norms', scale what scores are multiplied with.
     """
+    slot = rank if step[COUNT] == 1 else 0
     # one place for all products: each place where one is written is compiled anew
     for product in range(model[LAYERS] * _MATRICES):
         layer, part = matrices[product // _MATRICES], product % _MATRICES
@@ -249,7 +255,8 @@ def layers(
             _attended(team, rank, layer, scale, model, step, buffers)
         _prepared(team, rank, part, matrix, layer, eps, model, step, buffers)
         out, stride = _made(part, layer, step, buffers)
-        multiply(team, _inputs(buffers), step[COUNT], matrix, out, stride, out == step[X_AT])
+        add = out == step[X_AT]
+        multiply(team, _inputs(buffers), slot, step[COUNT], matrix, out, stride, add)
         meet(team)
         if out == buffers[ADDED]:
             after = layer[AFTER if part == _O else MLP_AFTER]
@@ -272,11 +279,15 @@ def linear(
     out_stride: int,
 ) -> None:
     """out = x W^T + b alone: float32 rows, strides in bytes; out's in whole panels."""
-    while True:
-        row = take(team)
-        if row >= count:
-            break
-        _prepare(row, x + row * x_stride, columns, matrix, buffers)
-    meet(team)
-    multiply(team, _inputs(buffers), count, matrix, out, out_stride, 0)
+    slot = rank if count == 1 else 0
+    if count == 1:
+        _prepare(slot, x, columns, matrix, buffers)
+    else:
+        while True:
+            row = take(team)
+            if row >= count:
+                break
+            _prepare(row, x + row * x_stride, columns, matrix, buffers)
+        meet(team)
+    multiply(team, _inputs(buffers), slot, count, matrix, out, out_stride, 0)
     meet(team)

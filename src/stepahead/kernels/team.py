@@ -138,6 +138,8 @@ class Team:
             raise ValueError(f"a team of {threads} threads; it takes 1 or more")
         self._state = np.zeros(_TEAM, np.int64)
         self.use(threads)
+        self._alone = np.zeros(_TEAM, np.int64)
+        self._alone[0] = 1
         self.address = self._state.ctypes.data
         self._desk = _Desk(threads - 1)
         for rank in range(1, threads):
@@ -150,6 +152,12 @@ class Team:
         """From now on kernels run on so many of the team's threads."""
         self.threads = threads
         self._state[0] = threads
+
+    @property
+    def alone(self) -> int:
+        """The address of a team of the calling thread only, for what is done before another thread
+        would be awake."""
+        return self._alone.ctypes.data
 
     def run(self, kernel: Callable[..., None], *args: Any) -> None:
         """kernel(rank, *args) on every thread of the team, the caller's being rank 0."""

@@ -183,7 +183,8 @@ class _Room:
 
     def __init__(self, count: int, layouts: list[Layout], model: Llama, team: Team) -> None:
         spec = model.spec
-        self.count = -(-count // _ROWS_AT_A_TIME) * _ROWS_AT_A_TIME
+        # as many slots as threads at least: they prepare a single row each for itself
+        self.count = -(-max(count, team.threads) // _ROWS_AT_A_TIME) * _ROWS_AT_A_TIME
         self._inputs = Inputs(self.count, layouts)
         self.fields = self._inputs.fields
         seen = spec.num_heads * spec.head_dim

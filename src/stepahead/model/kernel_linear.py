@@ -73,7 +73,7 @@ class KernelLinear(nn.Module):
         count, padded = len(wide), self.layout.panels * PANEL
         out = torch.empty(count, padded)
         if count > self._inputs.count:
-            self._inputs = Inputs(count, [self.layout])
+            self._inputs = Inputs(max(count, self._team.threads), [self.layout])
         self._team.run(
             step.linear,
             *(self._team.address, wide.data_ptr(), wide.shape[1] * 4, count, wide.shape[1]),
@@ -86,9 +86,8 @@ class KernelLinear(nn.Module):
         wanted = channels.contiguous()
         out = torch.empty(len(wanted), self.layout.columns)
         layout = self.layout
-        self._team.run(
-            unpack,
-            *(self._team.address, layout.kind, wanted.data_ptr(), len(wanted), layout.columns),
+        unpack(
+            *(0, self._team.alone, layout.kind, wanted.data_ptr(), len(wanted), layout.columns),
             *(layout.groups, self._weights.ctypes.data),
             layout.weight_bytes // (layout.panels * layout.groups),
             *(self._scales.ctypes.data, out.data_ptr()),
