@@ -19,6 +19,7 @@ from test_kernels_rows import near_steps
 from torch import Tensor, nn
 
 from stepahead.errors import UnsupportedModel
+from stepahead.kernels.rows import UNIT
 from stepahead.kernels.tile import PANEL
 from stepahead.model.kernel_linear import FORMATS, KernelLinear
 from stepahead.model.layers import Linear
@@ -132,7 +133,9 @@ def test_a_product_in_integers_is_rounding_and_exact_sums(
 ) -> None:
     """Rows of very different sizes: each has a scale of its own, and so has each group."""
     seed, columns = size["seed"], size["columns"]
-    matrix = Steps.drawn(how, size["channels"], columns, seed, off=0.4)
+    # off its steps int4 looks for nearer ones
+    off = 0.4 if how == "int8" else 0.0
+    matrix = Steps.drawn(how, size["channels"], columns, seed, off)
     bias = bias_of(size["channels"], size["bias"], seed)
     x, rounded = activations(size["rows"], columns, seed)
     found = product(packed(matrix.weight, how, size["threads"], bias=bias), x)
@@ -161,29 +164,55 @@ def by_groups(weight: np.ndarray) -> list[np.ndarray]:
     ]
 
 
-@settings(max_examples=100)
-@given(
-    st.sampled_from(INTEGERS),
-    st.integers(1, 100),
-    st.integers(1, 40),
-    st.integers(0, 9999),
-    st.sampled_from([1e-5, 0.02, 1.0, 15.0]),
-    st.sampled_from([0.0, 0.5, -3.0]),
-)
-def test_weights_are_off_by_no_more_than_half_a_step(
-    how: Quantization, columns: int, channels: int, seed: int, size: float, shift: float
-) -> None:
-    weight = (drawn(channels, columns, seed=seed) + np.float32(shift)) * np.float32(size)
+WEIGHTS = {
+    "columns": st.integers(1, 100),
+    "channels": st.integers(1, 40),
+    "seed": st.integers(0, 9999),
+    "size": st.sampled_from([1e-5, 0.02, 1.0, 15.0]),
+    "shift": st.sampled_from([0.0, 0.5, -3.0]),
+}
+
+
+def some_weights(shape: dict[str, Any]) -> np.ndarray:
+    seed = shape["seed"]
+    weight = drawn(shape["channels"], shape["columns"], seed=seed) + np.float32(shape["shift"])
+    weight *= np.float32(shape["size"])
     weight[np.random.default_rng(seed).random(weight.shape) < 0.2] = 0.0
-    weight = np.clip(weight, -60, 60)
+    return np.clip(weight, -60, 60)
+
+
+@settings(max_examples=60)
+@given(st.fixed_dictionaries(WEIGHTS))
+def test_weights_in_8_bits_are_off_by_no_more_than_half_a_step(shape: dict[str, Any]) -> None:
+    weight = some_weights(shape)
+    _, _, largest = by_groups(weight)
+    # scales are float16; below 6e-8, as much as its smallest numbers are apart
+    bound = 0.5005 * largest / 127 + 1.01 * largest * 2.0**-11 + 127 * 2.0**-34 + 1e-6 * largest
+    assert (np.abs(kept(weight, "int8") - weight) <= bound).all()
+
+
+@settings(max_examples=60)
+@given(st.fixed_dictionaries(WEIGHTS))
+def test_weights_in_4_bits_are_no_farther_off_than_steps_from_least_to_largest(
+    shape: dict[str, Any],
+) -> None:
+    """Summed up over each group: the steps that are looked for are nearer, or not taken."""
+    weight = some_weights(shape)
     low, high, largest = by_groups(weight)
-    # scales and least values are float16; below 6e-8, as much as its smallest numbers are apart
-    if how == "int8":
-        step, coarse = largest / 127, largest * 2.0**-11
-    else:
-        step, coarse = (high - low) / 15, (high - low + np.abs(low)) * 2.0**-11
-    bound = 0.5005 * step + 1.01 * coarse + 127 * 2.0**-34 + 1e-6 * largest
-    assert (np.abs(kept(weight, how) - weight) <= bound).all()
+    step, least = half((high - low) / 15), half(low)
+    levels = np.rint((weight - least) / np.where(step > 0, step, 1)).clip(0, 15)
+    plain = np.abs(levels * step + least - weight)
+    found = np.abs(kept(weight, "int4") - weight)
+    for begin in range(0, weight.shape[1], GROUP):
+        here = slice(begin, begin + GROUP)
+        slack = GROUP * (2e-6 * largest[:, begin] + 2.0**-33) ** 2
+        near, far = (np.square(apart[:, here]).sum(1) for apart in (found, plain))
+        assert (near <= 1.001 * far + slack).all()
+
+
+def half(values: np.ndarray) -> np.ndarray:
+    """float16, as scales are kept."""
+    return (values * UNIT).astype(np.float16).astype(np.float64) / UNIT
 
 
 @settings(max_examples=40)
