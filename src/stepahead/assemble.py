@@ -290,16 +290,18 @@ def weight_bytes(spec: ModelSpec, config: EngineConfig) -> int:
 
     Embeddings that are tied to the head are there once, but on a CPU whose kernels can't run the
     model: there the head is laid out for torch's.  Blocks of 32 weights have a scale in int8, and
-    in int4, where the head is in int8, a least value too.
+    in int4, where the head is in int8, a least value too.  Of stages each end has its own.
     """
-    once = spec.tied_head and (config.device == "cuda" or _fused(spec, config))
+    stages = config.pipeline_stages > 1  # the first has its own
+    fused = config.device == "cuda" or _fused(spec, config)
+    copies = 1 + (not spec.tied_head or not fused) + (spec.tied_head and stages)
     width, table = DTYPE_BYTES[config.dtype], spec.vocab_size * spec.hidden_size
     layers = weight_values(spec) - (1 if spec.tied_head else 2) * table
     if config.quantization == "none":
-        return (layers + (1 if once else 2) * table) * width
+        return (layers + copies * table) * width
     sixteenths = {"float16": 32, "int8": 17, "int4": 10}[config.quantization]  # of a byte, a weight
     heads = max(sixteenths, 17)
-    return (0 if once else table * width) + (layers * sixteenths + table * heads) // 16
+    return (copies - 1) * table * width + (layers * sixteenths + table * heads) // 16
 
 
 def _fused(spec: ModelSpec, config: EngineConfig) -> bool:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,8 @@ from hypothesis import strategies as st
 from teams import team
 
 import stepahead.kernels
+from stepahead.errors import EngineError
+from stepahead.kernels import jit
 from stepahead.kernels.jit import inner
 from stepahead.kernels.team import Team, meet, take
 
@@ -126,3 +129,49 @@ def test_a_kernels_cache_has_another_name_when_any_source_changes(tmp_path: Path
             file.write("# changed\n")
         names.append(copied._cache_folder())
     assert len(set(names)) == 4
+
+
+def test_without_a_folder_of_its_own_for_them_nothing_is_cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """numba would take the next best one, whose name does not change with the sources."""
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(jit, "_njit", lambda *_, **options: asked.append(options) or (lambda f: f))
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    jit.entry("void()")(print)
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", raise_no_home)
+    jit.entry("void()")(print)
+    assert len(asked) == 2
+    assert not any("cache" in options for options in asked)
+
+
+def raise_no_home() -> Path:
+    raise RuntimeError("Could not determine home directory.")
+
+
+def test_a_damaged_cache_is_thrown_away_and_costs_no_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def damaged(*_: Any, **options: Any) -> Any:
+        if options.get("cache"):
+            raise EOFError("Ran out of input")
+        return lambda function: function
+
+    monkeypatch.setattr(jit, "_njit", damaged)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert jit.entry("void()")(print) is print
+    assert list((tmp_path / "stepahead" / "kernels").iterdir()) == []
+
+
+def test_a_team_that_was_interrupted_says_so_and_runs_no_more() -> None:
+    team = Team(1)
+
+    def interrupted(rank: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        team.run(interrupted)
+    with pytest.raises(EngineError, match="start anew"):
+        team.run(print)

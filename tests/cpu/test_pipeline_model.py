@@ -122,6 +122,20 @@ def test_the_parts_of_a_model_are_the_model_to_the_last_bit(
         assert torch.equal(logits, right)
 
 
+@pytest.mark.parametrize("kind", PRECISIONS)
+def test_a_middle_stage_of_gemma_in_bfloat16_is_taken_for_what_it_is(
+    kind: Quantization, tmp_path: Path
+) -> None:
+    """Its norms stay float32, and it has no other parameters: it was run as float32."""
+    save(make_reference("gemma3", num_hidden_layers=5), tmp_path)
+    whole = load(str(tmp_path), "bfloat16", quantization=kind)
+    parts = [
+        load_part(str(tmp_path), "bfloat16", stage, 3, quantization=kind) for stage in range(3)
+    ]
+    for logits, right in zip(replies(Chain(parts)), replies(whole), strict=True):
+        assert torch.equal(logits, right)
+
+
 @pytest.mark.parametrize("stages", [2, 3])
 def test_a_stage_has_the_weights_and_the_memory_of_its_layers_only(
     checkpoint: Path, stages: int

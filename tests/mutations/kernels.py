@@ -47,6 +47,24 @@ MUTATIONS = [
         "tests/cpu/test_fused.py::test_threads_change_nothing",
     ),
     Mutation(
+        "numba chooses where kernels are cached if we can't",
+        "old machine code after an upgrade",
+        "kernels/jit.py",
+        "        if folder is not None:\n",
+        "        if True:\n",
+        _TEAM + "test_without_a_folder_of_its_own_for_them_nothing_is_cached",
+    ),
+    Mutation(
+        "a middle stage is what its first parameter is",
+        "states in bfloat16 that are read as float32, and memory that is overwritten",
+        "model/weights.py",
+        "        model.dtype, model.invariant = dtype, packing.invariant\n",
+        "        model.dtype = next(model.parameters()).dtype\n"
+        "        model.invariant = packing.invariant\n",
+        "tests/cpu/test_pipeline_model.py::"
+        "test_a_middle_stage_of_gemma_in_bfloat16_is_taken_for_what_it_is",
+    ),
+    Mutation(
         "a team let go keeps its threads",
         "threads that pile up with each model that is loaded",
         "kernels/team.py",

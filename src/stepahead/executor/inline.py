@@ -109,7 +109,7 @@ class InlineExecutor:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self.notes = runner.notes
+        self.notes: tuple[str, ...] = getattr(runner, "notes", ())  # stand-ins have none
         self._failed: tuple[int, StepFailed] | None = None  # the first step that failed, and why
         self.at_work = _AtWork(self._close_runner)
 

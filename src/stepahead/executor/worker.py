@@ -86,8 +86,9 @@ def _build(channel: Channel) -> Worker | None:
     except ANSWERED as error:
         channel.send(Kind.BUILD_FAILED, encode_build_failure(error))
         return None
-    channel.send(Kind.READY, "\n".join(runner.notes).encode())
-    return Worker(channel, InlineExecutor(runner), stage)
+    executor = InlineExecutor(runner)
+    channel.send(Kind.READY, "\n".join(executor.notes).encode())
+    return Worker(channel, executor, stage)
 
 
 def _load(modules: list[str]) -> None:

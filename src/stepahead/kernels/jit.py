@@ -10,6 +10,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,27 +44,40 @@ def entry(signature: str) -> Callable[[_Function], _Function]:
 
     def compiled(function: _Function) -> _Function:
         folder = _cache_folder()
-        _say_if_new(folder)
-        before = numba.config.CACHE_DIR  # type: ignore[attr-defined]  # set when numba is imported
-        numba.config.CACHE_DIR = folder  # type: ignore[attr-defined]
-        try:
-            return _njit(signature, cache=True, **_OPTIONS)(function)
-        except RuntimeError:  # there is no folder to write to: each process compiles for itself
-            return _njit(signature, **_OPTIONS)(function)
-        finally:
-            numba.config.CACHE_DIR = before  # type: ignore[attr-defined]
+        if folder is not None:
+            try:
+                return _cached(signature, function, folder)
+            except Exception as error:  # the disk may be full, a file cut short
+                shutil.rmtree(folder, ignore_errors=True)
+                _LOG.warning("stepahead: kernels in %s are of no use (%r)", folder, error)
+        return _njit(signature, **_OPTIONS)(function)
 
     return compiled
 
 
-def _say_if_new(folder: str) -> None:
-    if not Path(folder).exists():
-        _LOG.warning("stepahead: compiling kernels for this CPU, once; some 20 s of one core")
+def _cached(signature: str, function: _Function, folder: str) -> _Function:
+    before = numba.config.CACHE_DIR  # type: ignore[attr-defined]  # set when numba is imported
+    numba.config.CACHE_DIR = folder  # type: ignore[attr-defined]
+    try:
+        return _njit(signature, cache=True, **_OPTIONS)(function)
+    finally:
+        numba.config.CACHE_DIR = before  # type: ignore[attr-defined]
 
 
-def _cache_folder() -> str:
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return str(Path(home) / "stepahead" / "kernels" / _stamp())
+def _cache_folder() -> str | None:
+    """Where kernels are kept; None where nothing can be: numba would then take a folder that does
+    not change with the sources, and run old code."""
+    try:
+        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        folder = Path(home) / "stepahead" / "kernels" / _stamp()
+        if not folder.exists():
+            _LOG.warning("stepahead: compiling kernels for this CPU, once; some 20 s of one core")
+            folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return str(folder)
+    except (OSError, RuntimeError) as error:  # no home, or none that this user may write to
+        _LOG.warning("stepahead: no folder for compiled kernels (%s): set XDG_CACHE_HOME", error)
+        return None
 
 
 def _stamp() -> str:

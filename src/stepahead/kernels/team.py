@@ -17,6 +17,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from stepahead.errors import EngineError
 from stepahead.kernels.emit import I32, I64, Emitter
 from stepahead.kernels.jit import inner
 
@@ -138,6 +139,7 @@ class Team:
             raise ValueError(f"a team of {threads} threads; it takes 1 or more")
         self._state = np.zeros(_TEAM, np.int64)
         self.use(threads)
+        self._under_way = False  # stays true where something was raised in between
         self._alone = np.zeros(_TEAM, np.int64)
         self._alone[0] = 1
         self.address = self._state.ctypes.data
@@ -161,6 +163,10 @@ class Team:
 
     def run(self, kernel: Callable[..., None], *args: Any) -> None:
         """kernel(rank, *args) on every thread of the team, the caller's being rank 0."""
+        if self._under_way:
+            raise EngineError("a kernel was interrupted and its threads disagree: start anew")
+        self._under_way = True
         if self.threads > 1:
             self._desk.call((kernel, args), self.threads - 1)
         kernel(0, *args)
+        self._under_way = False

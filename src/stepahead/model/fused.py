@@ -62,6 +62,7 @@ class FusedLayers:
 
     def run(self, x: Tensor, inputs: StepInputs, kv: KVPool, norm: RMSNorm | None) -> Tensor:
         """float32[T, hidden] to the same, at last normed if `norm` is given; x is overwritten."""
+        assert x.dtype == torch.float32, "kernels read and write float32"
         x = x.contiguous()
         if len(x) > self._room.count:
             self._room = _Room(len(x), self._layouts, self._model, self._team)
@@ -91,19 +92,19 @@ class FusedLayers:
 
     def _trial_ns(self) -> int:
         """The least time that some layers took for some rows."""
-        spec = self._model.spec
+        spec, rows = self._model.spec, min(_TRIAL_ROWS, self._model.spec.max_len)
         took: list[int] = []
-        shape = (2, _TRIAL_ROWS, spec.num_kv_heads, spec.head_dim)
+        shape = (2, rows, spec.num_kv_heads, spec.head_dim)
         pool = KVPool(len(self._layers), *shape, dtype=torch.float32)
-        places = torch.arange(_TRIAL_ROWS)
-        pages = torch.ones(_TRIAL_ROWS, 1, dtype=torch.int64)
-        cells, lengths = places + _TRIAL_ROWS, places + 1
+        places = torch.arange(rows)
+        pages = torch.ones(rows, 1, dtype=torch.int64)
+        cells, lengths = places + rows, places + 1
         inputs = StepInputs(
-            *(places, places, cells, _TRIAL_ROWS, pages, lengths, lengths.numpy(), _TRIAL_ROWS, ())
+            *(places, places, cells, rows, pages, lengths, lengths.numpy(), rows, ())
         )
         self._fields[step.LAYERS] = min(_TRIAL_LAYERS, len(self._layers))
         for _ in range(_TRIALS):
-            x = torch.ones(_TRIAL_ROWS, spec.hidden_size)
+            x = torch.ones(rows, spec.hidden_size)
             begin = time.perf_counter_ns()
             self.run(x, inputs, pool, None)
             took.append(time.perf_counter_ns() - begin)

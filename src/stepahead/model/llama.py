@@ -150,7 +150,8 @@ class Llama(nn.Module):
         # no layer comes after it that could amplify its rounding
         self.head = Linear(spec.hidden_size, (spec.vocab_size,), fine_sums=False)
         self._fused: FusedLayers | None = None
-        self._kv_dtype: torch.dtype | None = None  # the weights' own
+        self.dtype = torch.float32  # of weights, states and pools; norms may keep float32
+        self._kv_dtype: torch.dtype | None = None  # as that
         self.notes: tuple[str, ...] = ()  # what was found out on this machine
 
     def fuse(self, how: Packing) -> None:
@@ -159,7 +160,7 @@ class Llama(nn.Module):
         from stepahead.model.fused import FusedLayers  # kernels are compiled at import
 
         assert how.team is not None
-        if not self.spec.fusable or self._weight.dtype != torch.float32:
+        if not self.spec.fusable or self.dtype != torch.float32:
             return
         if how.quantization != "none":
             self._kv_dtype = torch.float16
@@ -227,11 +228,11 @@ class Llama(nn.Module):
 
     def new_kv(self, num_pages: int, page_size: int) -> KVPool:
         """A pool of this model's shape and dtype, on its device."""
-        spec, weight = self.spec, self._weight
+        spec = self.spec
         return KVPool(
             *(len(self.layers), num_pages, page_size, spec.num_kv_heads, spec.head_dim),
-            dtype=self._kv_dtype or weight.dtype,
-            device=weight.device,
+            dtype=self._kv_dtype or self.dtype,
+            device=self._weight.device,
         )
 
     def can_capture(self, page_size: int, max_pages: int) -> bool:
@@ -245,13 +246,13 @@ class Llama(nn.Module):
 
     @property
     def _weight(self) -> Tensor:
-        """Any: they are all of one dtype, on one device."""
+        """Any: they are all on one device."""
         return next(self.parameters())
 
     def _heads(self, page_size: int, windowed: bool) -> HeadShape:
         spec = self.spec
         return HeadShape(
-            *(spec.num_heads, spec.num_kv_heads, spec.head_dim, self._weight.dtype, page_size),
+            *(spec.num_heads, spec.num_kv_heads, spec.head_dim, self.dtype, page_size),
             scale=spec.attention_scale,
             window=spec.sliding_window if windowed else None,
         )

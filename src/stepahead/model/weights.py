@@ -149,7 +149,7 @@ def _read(
         # before anything is read: that may be hundreds of gigabytes
         _refuse_unread(model.spec, source.names() - known - {name + SCALE for name in known})
         _fill(model, source, DTYPES[dtype], device, packing)
-    _ready(model, device, packing)
+    _ready(model, DTYPES[dtype], device, packing)
 
 
 def random_model(
@@ -170,7 +170,7 @@ def random_model(
         elif name == "bias":
             value.normal_(0.0, 0.1, generator=generator)
         _assign(module, name, value.to(device, _kept_as(module, DTYPES[dtype])))
-    _ready(model, device, packing)
+    _ready(model, DTYPES[dtype], device, packing)
     return model
 
 
@@ -179,7 +179,7 @@ def _without_memory(spec: ModelSpec) -> Llama:
     return getattr(importlib.import_module(module), name)(spec)
 
 
-def _ready(model: AnyModel, device: str, packing: Packing) -> None:
+def _ready(model: AnyModel, dtype: torch.dtype, device: str, packing: Packing) -> None:
     if model.spec.tied_head and isinstance(model.head, Linear):
         model.head.weight = model.embed.weight
     for module in model.modules():
@@ -187,7 +187,7 @@ def _ready(model: AnyModel, device: str, packing: Packing) -> None:
             module.to(device)  # its tables alone are neither read nor drawn
     pack_linears(model, packing)
     if isinstance(model, Llama):
-        model.invariant = packing.invariant
+        model.dtype, model.invariant = dtype, packing.invariant
         if packing.team is not None:
             model.fuse(packing)
     model.eval()

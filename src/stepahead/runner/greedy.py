@@ -47,7 +47,9 @@ def build_choose(place: torch.device, vocab_size: int) -> Choose:
         count, vocab_size = logits.shape if rows_dev is None else (len(rows_dev), logits.shape[1])
         rows = 0 if rows_dev is None else rows_dev.data_ptr()
         masks = words = 0
+        rows_dev = None if rows_dev is None else rows_dev.contiguous()
         if masks_dev is not None:
+            masks_dev = masks_dev.contiguous()
             check_width(masks_dev, vocab_size)
             masks, words = masks_dev.data_ptr(), masks_dev.shape[1]
         out = torch.empty(count, dtype=torch.int64)
