@@ -66,6 +66,8 @@ class StagesFlight:
 
     flights: tuple[RunnerFlight, ...]
 
+    unheard = False
+
     def ready(self) -> bool:
         """Whether the last one has it."""
         return self.flights[-1].ready()

@@ -32,6 +32,8 @@ class ScriptedFlight:
     inner: Any
     action: str
 
+    unheard = False
+
     def ready(self) -> bool:
         """Never, where the copy is blocked."""
         return self.action != "blocked"

@@ -39,12 +39,12 @@ MUTATIONS = [
         "test_weights_in_4_bits_are_no_farther_off_than_steps_from_least_to_largest",
     ),
     Mutation(
-        "a single row is prepared by nobody but the first thread",
-        "threads that multiply what was there before",
+        "a single row is read at another thread's slot",
+        "numbers of the row before, where one row decodes alone",
         "kernels/step.py",
-        "        _prepare(rank, x, count, matrix, buffers)\n        return\n",
-        "        _prepare(0, x, count, matrix, buffers)\n        return\n",
-        "tests/cpu/test_fused.py::test_threads_change_nothing",
+        "    slot = rank if step[COUNT] == 1 else 0\n",
+        "    slot = 1 - rank if step[COUNT] == 1 else 0\n",
+        "tests/cpu/test_fused.py::test_a_requests_logits_are_the_same_to_the_bit_beside_any_others",
     ),
     Mutation(
         "numba chooses where kernels are cached if we can't",
