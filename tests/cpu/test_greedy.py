@@ -136,3 +136,15 @@ def test_engines_choose_with_the_kernel_as_without(monkeypatch: pytest.MonkeyPat
         assert not differences(right, run, exactly), (seed, loop, device)
     # of some rows and of all, with masks and without
     assert {*asked} == {(False, False), (False, True), (True, False), (True, True)}
+
+
+def test_rows_and_masks_may_lie_apart_in_memory(kernel: greedy.Choose) -> None:
+    """The kernel is given addresses, and reads on from there."""
+    logits = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
+    rows = torch.tensor([4, 0, 1, 0, 5, 0])[::2]
+    wide = torch.full((3, 4), -1, dtype=torch.int32)
+    wide[:, 1::2] = 0  # what would be read by mistake
+    masks = wide[:, ::2]
+    wanted = logits[rows].argmax(1).tolist()
+    assert kernel(logits, rows).tolist() == wanted
+    assert kernel(logits, rows, masks).tolist() == wanted

@@ -57,11 +57,11 @@ def entry(signature: str) -> Callable[[_Function], _Function]:
 
 def _cached(signature: str, function: _Function, folder: str) -> _Function:
     before = numba.config.CACHE_DIR  # type: ignore[attr-defined]  # set when numba is imported
-    numba.config.CACHE_DIR = folder  # type: ignore[attr-defined]
+    numba.config.CACHE_DIR = folder  # type: ignore[attr-defined]  # as above
     try:
         return _njit(signature, cache=True, **_OPTIONS)(function)
     finally:
-        numba.config.CACHE_DIR = before  # type: ignore[attr-defined]
+        numba.config.CACHE_DIR = before  # type: ignore[attr-defined]  # as above
 
 
 def _cache_folder() -> str | None:

@@ -40,6 +40,7 @@ class FusedLayers:
         spec = model.spec
         self._model = model
         self._team = team
+        # a ModuleList forgets what it holds
         self._layers = [_described(layer) for layer in model.layers]  # type: ignore[arg-type]
         self._matrices = np.stack(self._layers)
         self._layouts = [
@@ -118,7 +119,7 @@ class FusedLayers:
         self._fields[step.PAGE_SIZE] = kv.page_size
         self._fields[step.KV_SIZE] = kv.k[0].element_size()
         for index, layer in enumerate(self._model.layers):
-            place = layer.attention.layer  # type: ignore[union-attr]
+            place = layer.attention.layer  # type: ignore[union-attr]  # as above
             self._matrices[index, step.KEYS] = kv.k[place].data_ptr()
             self._matrices[index, step.VALUES] = kv.v[place].data_ptr()
 

@@ -45,9 +45,9 @@ def build_choose(place: torch.device, vocab_size: int) -> Choose:
         if logits.stride(1) != 1:
             logits = logits.contiguous()
         count, vocab_size = logits.shape if rows_dev is None else (len(rows_dev), logits.shape[1])
+        rows_dev = None if rows_dev is None else rows_dev.contiguous()
         rows = 0 if rows_dev is None else rows_dev.data_ptr()
         masks = words = 0
-        rows_dev = None if rows_dev is None else rows_dev.contiguous()
         if masks_dev is not None:
             masks_dev = masks_dev.contiguous()
             check_width(masks_dev, vocab_size)
