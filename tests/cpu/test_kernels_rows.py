@@ -20,7 +20,8 @@ BESIDE = -7.25  # what lies around a row, and must stay
 def drawn(count: int, seed: int, size: float = 1.0) -> np.ndarray:
     """float32[count]."""
     generator = np.random.default_rng(seed)
-    return (generator.standard_normal(count) * size).astype(np.float32)
+    most = np.finfo(np.float32).max  # 1e38 times a number of a normal distribution can be above it
+    return (generator.standard_normal(count) * size).clip(-most, most).astype(np.float32)
 
 
 def room(count: int, dtype: type = np.float32) -> np.ndarray:

@@ -295,8 +295,11 @@ CHAT = [
 
 
 def test_smollm2_logits_are_those_of_transformers() -> None:
-    """Prefill, chunks beside a decoding row, and decode, each within 1e-4."""
-    theirs = read_by_transformers(smollm2_path())
+    """Prefill, chunks beside a decoding row, and decode, each within 1e-4 of theirs in float64.
+
+    In float32 transformers itself is 1e-4 from that, more than twice as far as we are.
+    """
+    theirs = read_by_transformers(smollm2_path()).double()
     model = load(str(smollm2_path()), "float32")  # kernels run it, as they run what people ask for
     assert isinstance(model, Llama)
     assert model._fused is not None
