@@ -8,6 +8,9 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +22,35 @@ from teams import team
 
 import stepahead.kernels
 from stepahead.errors import EngineError
-from stepahead.kernels import jit
+from stepahead.kernels import jit, step
 from stepahead.kernels.jit import inner
 from stepahead.kernels.team import Team, meet, take
 
 THREADS = [1, 2, 3, 4]
 
 
+TURNS = 100_000  # longer than the others take for all pieces
+_BITS = (1 << 30) - 1  # no product of them overflows
+
+
 @inner
-def sharing(rank: int, team: int, pieces: int, times: np.ndarray, late: int) -> None:
+def come_late(chains: np.ndarray, rank: int) -> None:
+    """Each turn needs the one before, and the last one is kept: no compiler leaves any out, or
+    makes many into one."""
+    value = chains[rank]
+    for _ in range(TURNS):
+        value = (value * value + 12345) & _BITS
+    chains[rank] = value
+
+
+@inner
+def sharing(
+    rank: int, team: int, pieces: int, times: np.ndarray, late: int, chains: np.ndarray
+) -> None:
     """Counts how often each piece is taken in each of two parts; rank `late` comes late to each."""
     for part in range(2):
-        idle = 0.0
-        while rank == late and idle < 1e5:
-            idle += 1.0
+        if rank == late:
+            come_late(chains, rank)
         while True:
             piece = take(team)
             if piece >= pieces:
@@ -41,12 +59,23 @@ def sharing(rank: int, team: int, pieces: int, times: np.ndarray, late: int) -> 
         meet(team)
 
 
+@cache
+def end_of_chain() -> int:
+    """Where a thread is that came late to both parts."""
+    value = 0
+    for _ in range(2 * TURNS):
+        value = (value * value + 12345) & _BITS
+    return value
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.sampled_from(THREADS), st.integers(0, 3000), st.integers(-1, 3))
 def test_each_piece_is_taken_once(threads: int, pieces: int, late: int) -> None:
-    times = np.zeros((threads, 2, pieces), np.int64)
-    team(threads).run(sharing, team(threads).address, pieces, times, late)
+    times, chains = np.zeros((threads, 2, pieces), np.int64), np.zeros(threads, np.int64)
+    team(threads).run(sharing, team(threads).address, pieces, times, late, chains)
     assert (times.sum(0) == 1).all()
+    # whoever was to come late did
+    assert chains.tolist() == [end_of_chain() if rank == late else 0 for rank in range(threads)]
 
 
 @inner
@@ -87,7 +116,7 @@ def test_a_team_let_go_ends_its_threads(threads: int) -> None:
     times = np.zeros((threads, 2, 50), np.int64)
     for used in range(threads, 0, -1):
         gone.use(used)
-        gone.run(sharing, gone.address, 50, times, -1)
+        gone.run(sharing, gone.address, 50, times, -1, np.zeros(1, np.int64))
         assert times.sum() == 100
         assert (times[used:] == 0).all()
         times[:] = 0
@@ -104,6 +133,63 @@ def test_a_team_nobody_lets_go_does_not_keep_a_program_from_ending() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=200, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "3\n", "")
+
+
+def test_a_team_for_which_there_are_too_few_threads_ends_those_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before, start = helpers(), threading.Thread.start
+    begun: list[threading.Thread] = []
+
+    def start_or_fail(thread: threading.Thread) -> None:
+        if thread.name == "kernels-3":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+        begun.append(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_or_fail)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        Team(4)
+    gc.collect()
+    assert len(begun) == 2
+    for thread in begun:
+        thread.join(30)
+    assert helpers() <= before
+
+
+def test_a_fork_says_that_the_threads_are_not_its_own() -> None:
+    """It would wait for them without end; one thread alone needs none."""
+    program = """
+import os, sys
+from stepahead.errors import EngineError
+from stepahead.kernels.team import Team
+one, two = Team(1), Team(2)
+child = os.fork()
+if not child:
+    one.run(print)
+    try:
+        two.run(print)
+    except EngineError as error:
+        print(error)
+    two.use(1)
+    two.run(print)
+    sys.stdout.flush()
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore:This process", "-c", program],
+        **{"capture_output": True, "text": True, "timeout": 200, "check": False},
+    )
+    words = "a fork of the process whose threads these are; load the model anew"
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"0\n{words}\n0\n", "")
+
+
+@pytest.mark.parametrize("threads", [0, -1, 4])
+def test_a_team_uses_no_more_threads_than_it_has(threads: int) -> None:
+    with pytest.raises(ValueError, match=f"^{threads} threads of a team of 3; use 1 to 3$"):
+        team(3).use(threads)
+    assert team(3).threads == 3
 
 
 @pytest.mark.parametrize("threads", [0, -1])
@@ -165,13 +251,68 @@ def test_a_damaged_cache_is_thrown_away_and_costs_no_start(
     assert list((tmp_path / "stepahead" / "kernels").iterdir()) == []
 
 
-def test_a_team_that_was_interrupted_says_so_and_runs_no_more() -> None:
-    team = Team(1)
+def shared_by(own: Team, kernel: Callable[..., None] = sharing) -> np.ndarray:
+    """How often each piece was taken, of a run that may be interrupted."""
+    times = np.zeros((own.threads, 2, 500), np.int64)
+    with suppress(KeyboardInterrupt):
+        own.run(kernel, own.address, 500, times, -1, np.zeros(1, np.int64))
+    return times.sum(0)
 
-    def interrupted(rank: int) -> None:
+
+@pytest.mark.parametrize("called", range(4))
+def test_an_interrupt_before_the_kernel_finds_it_done(
+    monkeypatch: pytest.MonkeyPatch, called: int
+) -> None:
+    """Else the helpers that were called by then work on in memory that the caller frees."""
+    own = Team(4)
+    call, interrupts = own._desk.call, iter([True])
+
+    def call_some(work: Any, helpers: int) -> None:
+        if next(interrupts, False):
+            call(work, called)
+            raise KeyboardInterrupt
+        call(work, helpers)
+
+    monkeypatch.setattr(own._desk, "call", call_some)
+    assert (shared_by(own) == 1).all()
+    assert next(interrupts, None) is None
+    assert (shared_by(own) == 1).all()
+
+
+def test_an_interrupt_behind_the_kernel_leaves_a_team_as_good_as_before() -> None:
+    interrupts = iter([True])
+
+    def interrupted(rank: int, *args: Any) -> None:
+        sharing(rank, *args)
+        if rank == 0 and next(interrupts, False):
+            raise KeyboardInterrupt
+
+    own = Team(2)
+    for _ in range(3):
+        assert (shared_by(own, interrupted) == 1).all()
+    assert next(interrupts, None) is None
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_arguments_that_a_kernel_does_not_take_are_its_own_error(threads: int) -> None:
+    own = Team(threads)
+    for _ in range(3):
+        with pytest.raises(TypeError, match="No matching definition"):
+            own.run(step.linear, own.address, "what", *[0] * 7)
+        assert (shared_by(own) == 1).all()
+
+
+def test_a_team_that_was_interrupted_again_says_so_and_runs_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = Team(2)
+
+    def interrupted(work: Any, helpers: int) -> None:
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        team.run(interrupted)
+    with monkeypatch.context() as patched:
+        patched.setattr(own._desk, "call", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            own.run(print)
     with pytest.raises(EngineError, match="start anew"):
-        team.run(print)
+        own.run(print)
