@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -198,9 +200,12 @@ def test_a_team_of_nobody_is_refused(threads: int) -> None:
         Team(threads)
 
 
-def test_a_kernels_cache_has_another_name_when_any_source_changes(tmp_path: Path) -> None:
+def test_a_kernels_cache_has_another_name_when_any_source_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """numba looks at the file of the entry alone: after a change of what it calls, or of how it is
     compiled, the old code would run."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     room = tmp_path / "kernels"
     shutil.copytree(Path(stepahead.kernels.__file__).parent, room)
     spec = importlib.util.spec_from_file_location("copied_jit", room / "jit.py")
@@ -215,6 +220,7 @@ def test_a_kernels_cache_has_another_name_when_any_source_changes(tmp_path: Path
             file.write("# changed\n")
         names.append(copied._cache_folder())
     assert len(set(names)) == 4
+    assert {Path(str(name)).parent for name in names} == {tmp_path / "stepahead" / "kernels"}
 
 
 def test_without_a_folder_of_its_own_for_them_nothing_is_cached(
@@ -231,6 +237,47 @@ def test_without_a_folder_of_its_own_for_them_nothing_is_cached(
     jit.entry("void()")(print)
     assert len(asked) == 2
     assert not any("cache" in options for options in asked)
+
+
+def test_that_kernels_are_compiled_is_said_until_one_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A folder alone says nothing: whoever made it may have been ended before it had one."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for _ in range(2):
+        caplog.clear()
+        folder = jit._cache_folder()
+        assert "compiling kernels for this CPU, once" in caplog.text
+    kept = Path(str(folder)) / "kernels_0123" / "step.layers-97.py311.nbi"
+    kept.parent.mkdir()
+    kept.write_bytes(b"")
+    caplog.clear()
+    assert jit._cache_folder() == folder
+    assert caplog.text == ""
+
+
+def test_kernels_that_nobody_has_loaded_for_a_month_make_room_for_new_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "stepahead" / "kernels"
+    old, young = time.time() - 31 * 24 * 3600, time.time() - 29 * 24 * 3600
+    names = {"0123456789abcdef": old, "fedcba9876543210": young, "a users own": old, "f" * 17: old}
+    for name, loaded in names.items():
+        (home / name / "kernels_0123").mkdir(parents=True)
+        os.utime(home / name, (loaded, loaded))
+    (home / ("d" * 16)).symlink_to(tmp_path)
+    os.utime(home / ("d" * 16), (old, old), follow_symlinks=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = Path(str(jit._cache_folder()))
+    kept = {*names, "d" * 16, folder.name} - {"0123456789abcdef"}
+    assert {path.name for path in home.iterdir()} == kept
+    assert tmp_path.is_dir()
+    # what is loaded now and then stays, and so does all while nothing new comes
+    for path in (folder, home / "fedcba9876543210"):
+        os.utime(path, (old, old))
+    assert jit._cache_folder() == str(folder)
+    assert folder.stat().st_mtime > young
+    assert {path.name for path in home.iterdir()} == kept
 
 
 def raise_no_home() -> Path:

@@ -10,9 +10,12 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +26,7 @@ import numba
 # gives the same bits in every call.  NaN and infinity keep their meaning.
 _FAST = {"reassoc", "contract", "nsz", "arcp"}
 _OPTIONS: dict[str, Any] = {"nogil": True, "fastmath": _FAST, "error_model": "numpy"}
+_MONTH_S = 30 * 24 * 3600
 _LOG = logging.getLogger("stepahead")
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -32,7 +36,7 @@ _njit: Any = numba.njit
 
 def inner(function: _Function) -> _Function:
     """A function that kernels call, without a cache of its own."""
-    return _njit(nogil=True, fastmath=_FAST, error_model="numpy")(function)
+    return _njit(**_OPTIONS)(function)
 
 
 def entry(signature: str) -> Callable[[_Function], _Function]:
@@ -70,14 +74,28 @@ def _cache_folder() -> str | None:
     try:
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         folder = Path(home) / "stepahead" / "kernels" / _stamp()
-        if not folder.exists():
+        is_new = not folder.exists()
+        folder.mkdir(parents=True, exist_ok=True)
+        if is_new:
+            _remove_unused(folder.parent)
+        if next(folder.rglob("*.nbi"), None) is None:
             _LOG.warning("stepahead: compiling kernels for this CPU, once; some 20 s of one core")
-            folder.mkdir(parents=True, exist_ok=True)
+        os.utime(folder)
         with tempfile.TemporaryFile(dir=folder):
             return str(folder)
     except (OSError, RuntimeError) as error:  # no home, or none that this user may write to
         _LOG.warning("stepahead: no folder for compiled kernels (%s): set XDG_CACHE_HOME", error)
         return None
+
+
+def _remove_unused(home: Path) -> None:
+    """Kernels of other versions that nobody has loaded for a month."""
+    month_ago = time.time() - _MONTH_S
+    for folder in home.iterdir():
+        is_ours = re.fullmatch("[0-9a-f]{16}", folder.name) and not folder.is_symlink()
+        with suppress(OSError):  # another process may remove it, too
+            if is_ours and folder.is_dir() and folder.stat().st_mtime < month_ago:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _stamp() -> str:
