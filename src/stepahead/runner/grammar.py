@@ -245,19 +245,25 @@ def as_words(masks: np.ndarray) -> np.ndarray:
     return masks.view(np.int64)
 
 
-def check_width(masks_dev: Tensor, vocab_size: int) -> None:
-    """ValueError for masks [m, words] that don't reach to the last token."""
-    if masks_dev.shape[1] * 32 < vocab_size:
-        raise ValueError(f"masks of {masks_dev.shape[1]} words for {vocab_size} logits")
+def check_masks(masks_dev: Tensor, rows: int, vocab_size: int) -> None:
+    """ValueError for what is not int32[rows, words], or does not reach to the last token."""
+    count, words = masks_dev.shape
+    if masks_dev.dtype != torch.int32 or count != rows:
+        raise ValueError(f"{count} masks of {masks_dev.dtype} for {rows} rows; they are of int32")
+    if words * 32 < vocab_size:
+        raise ValueError(f"masks of {words} words for {vocab_size} logits")
 
 
 def apply_masks(logits: Tensor, masks_dev: Tensor, rows_dev: Tensor | None = None) -> None:
     """Makes the logits of forbidden tokens -inf, in place.
 
     `logits` float[r, vocab]; `masks_dev` int32[m, words], the masks of the rows `rows_dev`
-    int64[m], or of all rows if it is None.
+    int64[m], or of all rows if it is None.  NaN, as arithmetic makes it, stays where it is allowed
+    (a signaling one stays on the CPU where it is not, too).  Raises ValueError for masks of another
+    shape or type.
     """
-    check_width(masks_dev, logits.shape[1])
+    count, vocab_size = logits.shape
+    check_masks(masks_dev, count if rows_dev is None else len(rows_dev), vocab_size)
     if rows_dev is None:
         _forbid(logits, masks_dev)
     else:
@@ -266,9 +272,10 @@ def apply_masks(logits: Tensor, masks_dev: Tensor, rows_dev: Tensor | None = Non
         logits[rows_dev] = rows
 
 
-# by a mask's byte, what the logits of its eight tokens may be at most
+# By a mask's byte, what the logits of its eight tokens may be at most.  NaN is no bound, and what
+# np.fmin makes of it and of an allowed NaN is NaN: of +inf it would make +inf, which loses to NaN
 _MOST = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-_MOST = np.where(_MOST, np.float32(np.inf), np.float32(-np.inf))
+_MOST = np.where(_MOST, np.float32(np.nan), np.float32(-np.inf))
 
 
 def _forbid(logits: Tensor, masks_dev: Tensor) -> None:

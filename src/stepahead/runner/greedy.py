@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from stepahead.runner.grammar import apply_masks, check_width
+from stepahead.runner.grammar import apply_masks, check_masks
 
 _LARGE = 4096  # tokens from which on the kernel is worth the second that loading it takes
 
@@ -26,7 +26,9 @@ class Choose(Protocol):
     ) -> Tensor:
         """int64[m], of the rows `rows_dev` int64[m] of float32[r, vocab], None for all: the first
         of the largest that the masks int32[m, words] allow, None for any.  NaN is larger than all;
-        where all that is allowed is -inf, it is token 0.  Logits may be changed in place."""
+        where all that is allowed is -inf, it is token 0.  Logits may be changed in place.  On the
+        CPU other shapes, types and rows are refused with ValueError: their memory is read by
+        address."""
         ...
 
 
@@ -44,13 +46,15 @@ def build_choose(place: torch.device, vocab_size: int) -> Choose:
             return choose(logits, rows_dev, masks_dev)
         if logits.stride(1) != 1:
             logits = logits.contiguous()
-        count, vocab_size = logits.shape if rows_dev is None else (len(rows_dev), logits.shape[1])
-        rows_dev = None if rows_dev is None else rows_dev.contiguous()
-        rows = 0 if rows_dev is None else rows_dev.data_ptr()
-        masks = words = 0
+        count, vocab_size = logits.shape
+        rows = masks = words = 0
+        if rows_dev is not None:
+            rows_dev = rows_dev.contiguous()
+            check_rows(rows_dev, count)
+            count, rows = rows_dev.shape[0], rows_dev.data_ptr()
         if masks_dev is not None:
             masks_dev = masks_dev.contiguous()
-            check_width(masks_dev, vocab_size)
+            check_masks(masks_dev, count, vocab_size)
             masks, words = masks_dev.data_ptr(), masks_dev.shape[1]
         out = torch.empty(count, dtype=torch.int64)
         stride, chosen = logits.stride(0), out.data_ptr()
@@ -58,6 +62,16 @@ def build_choose(place: torch.device, vocab_size: int) -> Choose:
         return out
 
     return choose_here
+
+
+def check_rows(rows: Tensor, count: int) -> None:
+    """ValueError for rows on the CPU that are not int64, of `count` rows."""
+    if rows.dtype != torch.int64 or rows.ndim != 1:
+        raise ValueError(f"rows are int64[m], not {rows.dtype}{list(rows.shape)}")
+    ids = rows.numpy()
+    # the places of the least and the largest are found in a tenth of the time that these take
+    if ids.size and not (ids.item(ids.argmin()) >= 0 and ids.item(ids.argmax()) < count):
+        raise ValueError(f"rows {ids.min()} to {ids.max()} of {count}")
 
 
 def choose(logits: Tensor, rows_dev: Tensor | None, masks_dev: Tensor | None = None) -> Tensor:
