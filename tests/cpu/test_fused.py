@@ -14,7 +14,12 @@ from tiny_models import Pages, laid_out, make_reference, random_ids, save
 from torch import Tensor
 from torch.nn import functional as F
 
+from stepahead.cache.pools import KVPool
+from stepahead.kernels import step
+from stepahead.kernels.team import Team
+from stepahead.model import fused
 from stepahead.model.batch import StepInputs
+from stepahead.model.fused import FusedLayers
 from stepahead.model.kernel_linear import KernelLinear
 from stepahead.model.llama import Llama
 from stepahead.model.packed import AS_READ, Packing
@@ -271,3 +276,137 @@ def test_plain_layers_too_can_be_the_same_to_the_bit_beside_any_others(
     for cuts, decoded in (([40], 0), ([1, 16, 3], 20)):
         found = told(model, alone("b", cuts, decoded))["b"]
         assert torch.equal(found[: len(beside["b"])], beside["b"]), cuts
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """More layers than a trial of threads runs."""
+    folder = tmp_path_factory.mktemp("deep")
+    save(make_reference("llama", **WHOLE, num_hidden_layers=fused._TRIAL_LAYERS + 2), folder)
+    return folder
+
+
+def layers_of(model: Llama) -> FusedLayers:
+    assert model._fused is not None
+    return model._fused
+
+
+TRIALS: dict[str, tuple[dict[int, int], int]] = {
+    "one is clearly faster": ({4: 100, 2: 95, 1: 89}, 1),
+    "two are fastest": ({4: 100, 2: 50, 1: 70}, 2),
+    "two are barely faster": ({4: 100, 2: 90, 1: 130}, 4),
+    "all are fastest": ({4: 100, 2: 180, 1: 330}, 4),
+}
+
+
+@pytest.mark.parametrize(("took", "used"), TRIALS.values(), ids=TRIALS)
+def test_fewer_threads_are_used_where_they_are_clearly_faster(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, took: dict[int, int], used: int
+) -> None:
+    """And the note says what was seen."""
+    monkeypatch.setattr(
+        FusedLayers, "_trial_ns", lambda layers: took[layers._team.threads] * 1_000_000
+    )
+    team = Team(4)
+    model = loaded(llama, Packing(team=team, settle_threads=True))
+    assert team.threads == used
+    tried = f"{took[1]}.0 ms with 1, {took[2]}.0 ms with 2, {took[4]}.0 ms with 4"
+    assert model.notes == (f"kernels use {used} of 4 threads: a trial took {tried}",)
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_trial_of_threads_leaves_a_model_as_it_was(
+    deep: Path, monkeypatch: pytest.MonkeyPatch, interrupted: bool
+) -> None:
+    """It runs some of the layers: a model that was left with these would answer, and badly."""
+    model = loaded(deep, Packing(team=Team(2)))
+    before = told(model, alone("a", [5], 4))["a"]
+    if interrupted:
+        with monkeypatch.context() as patched:
+            patched.setattr(fused.time, "perf_counter_ns", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                layers_of(model).settle_threads()
+    else:
+        assert "a trial took" in layers_of(model).settle_threads()
+        assert layers_of(model)._pool is None  # nor is the trial's pool kept
+    assert torch.equal(told(model, alone("a", [5], 4))["a"], before)
+
+
+def interrupt() -> int:
+    raise KeyboardInterrupt
+
+
+def test_what_kernels_know_by_address_is_held(folder: Path) -> None:
+    """Memory of norms and turns must outlive another norm's being put in their place."""
+    model = loaded(folder, laid_out())
+    layers = layers_of(model)
+    held = {array.data_ptr() for array in layers._held if isinstance(array, Tensor)}
+    norms = layers._matrices[:, [step.NORM, step.AFTER, step.MLP_NORM, step.MLP_AFTER]]
+    heads = layers._matrices[:, [step.Q_NORM, step.K_NORM]]
+    turns = layers._fields[[step.TURNS, step.WINDOW_TURNS]]
+    assert {*norms.flat, *heads.flat, *turns} - {0} == held
+    parts = [part for part in layers._held if isinstance(part, KernelLinear)]
+    assert len(parts) == 4 * len(model.layers)
+
+
+@pytest.mark.parametrize("name", ["attention_norm", "mlp_norm"])
+def test_norms_that_are_not_float32_are_not_read_as_if_they_were(llama: Path, name: str) -> None:
+    model = loaded(llama, laid_out())
+    norm: Any = getattr(model.layers[0], name)
+    for weight in (norm.weight.data.half(), norm.weight.data.repeat(2)[::2]):
+        norm.weight.data = weight
+        with pytest.raises(AssertionError, match="kernels read float32"):
+            FusedLayers(model, Team(1))
+
+
+# of a step with a decode row of 2 positions, and a chunk of 3
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "a cell too few": ({"cells_dev": torch.arange(4, 7)}, "a cell a token"),
+    "a position too few": ({"positions_dev": torch.arange(3)}, "a cell a token"),
+    "a row too many": ({"n_decode": 2}, "a row a token"),
+    "no chunk": ({"chunks": ()}, "a row a token"),
+    "a length too many": ({"decode_lens_dev": torch.tensor([2, 2])}, "rows with pages"),
+    "no pages": ({"decode_pages_dev": torch.zeros(0, 1, dtype=torch.int64)}, "rows with pages"),
+    "pages of 32 bits": ({"decode_pages_dev": torch.ones(1, 1, dtype=torch.int32)}, "page ids"),
+    "pages apart": ({"decode_pages_dev": torch.ones(1, 8).long()[:, ::2]}, "page ids"),
+    "longer than its pages": ({"decode_lens_dev": torch.tensor([5])}, "longer than its pages"),
+    "no length": ({"decode_lens_dev": torch.tensor([0])}, "longer than its pages"),
+    "lengths of 32 bits": ({"decode_lens_dev": torch.tensor([2]).int()}, "cells are int64"),
+    "a position behind the last": ({"positions_dev": torch.tensor([1, 0, 1, 256])}, "position"),
+    "a position before the first": ({"positions_dev": torch.tensor([-1, 0, 1, 2])}, "position"),
+    "a cell behind the pool": ({"cells_dev": torch.tensor([4, 8, 9, 800])}, "a cell of no page"),
+    "a cell before the pool": ({"cells_dev": torch.tensor([-4, 8, 9, 10])}, "a cell of no page"),
+}
+
+
+@pytest.mark.parametrize(("wrong", "words"), WRONG.values(), ids=WRONG)
+def test_a_step_that_would_read_or_write_elsewhere_in_memory_is_refused(
+    llama: Path, wrong: dict[str, Any], words: str
+) -> None:
+    """Kernels are given addresses, and look at no bounds."""
+    pages = Pages(loaded(llama, laid_out()))
+    pages.step(chunks={"a": [5]})
+    _, inputs = pages.inputs({"a": 6}, {"b": [7, 8, 9]})
+    with pytest.raises(AssertionError, match=words):
+        pages.model(replace(inputs, **wrong), pages.kv)
+
+
+def test_a_chunk_longer_than_its_pages_is_refused(llama: Path) -> None:
+    pages = Pages(loaded(llama, laid_out()))
+    _, inputs = pages.inputs({}, {"b": [7, 8, 9]})
+    for length in (2, 5):
+        chunks = (replace(inputs.chunks[0], context_len=length),)
+        with pytest.raises(AssertionError, match="a chunk longer than its pages"):
+            pages.model(replace(inputs, chunks=chunks), pages.kv)
+
+
+def test_a_pool_of_another_model_is_refused(llama: Path) -> None:
+    model = loaded(llama, laid_out())
+    spec = model.spec
+    _, inputs = Pages(model).inputs({}, {"b": [7, 8, 9]})
+    for heads, head_dim, dtype in ((1, 16, torch.float32), (2, 8, torch.float32), (2, 16, None)):
+        shape = (len(model.layers), 200, 4, heads, head_dim)
+        pool = KVPool(*shape, dtype=dtype or torch.bfloat16)
+        assert (spec.num_kv_heads, spec.head_dim) == (2, 16)
+        with pytest.raises(AssertionError, match=r"a pool of other heads|keys are float32"):
+            model(inputs, pool)

@@ -142,7 +142,7 @@ def test_no_rows_are_no_error(kernel: greedy.Choose) -> None:
 @pytest.mark.parametrize("masks", [masks_of(2), masks_of(3, torch.int64)])
 def test_masks_that_do_not_fit_are_refused_without_the_kernel_too(masks: Tensor) -> None:
     """Read as bytes, masks of 64 bits would forbid other tokens than they say."""
-    with pytest.raises(ValueError, match="masks of torch.int.. for 3 rows"):
+    with pytest.raises(ValueError, match=r"masks of torch.int.. for 3 rows"):
         greedy.choose(torch.zeros(3, 64), None, masks)
 
 

@@ -181,7 +181,10 @@ os.waitpid(child, 0)
 """
     done = subprocess.run(
         [sys.executable, "-W", "ignore:This process", "-c", program],
-        **{"capture_output": True, "text": True, "timeout": 200, "check": False},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
     )
     words = "a fork of the process whose threads these are; load the model anew"
     assert (done.returncode, done.stdout, done.stderr) == (0, f"0\n{words}\n0\n", "")

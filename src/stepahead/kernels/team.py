@@ -210,9 +210,7 @@ class Team:
 
     def _check(self) -> None:
         if os.getpid() != self._process:
-            raise EngineError(
-                "a fork of the process whose threads these are; load the model anew"
-            )
+            raise EngineError("a fork of the process whose threads these are; load the model anew")
         if self._under_way:
             raise EngineError("a kernel was interrupted and its threads disagree: start anew")
 

@@ -40,8 +40,10 @@ class FusedLayers:
         spec = model.spec
         self._model = model
         self._team = team
+        # what the addresses below lead to, though the model were given other weights
+        self._held: list[object] = []
         # a ModuleList forgets what it holds
-        self._layers = [_described(layer) for layer in model.layers]  # type: ignore[arg-type]
+        self._layers = [self._described(layer) for layer in model.layers]  # type: ignore[arg-type]
         self._matrices = np.stack(self._layers)
         self._layouts = [
             part.layout for part in model.layers.modules() if isinstance(part, KernelLinear)
@@ -56,20 +58,26 @@ class FusedLayers:
         self._fields[step.MLP] = spec.intermediate_size
         self._fields[step.ACTIVATION] = _ACTIVATIONS[spec.activation]
         self._fields[step.WINDOW] = spec.sliding_window or 0
-        self._fields[step.TURNS] = model.rope.table.data_ptr()
-        self._fields[step.WINDOW_TURNS] = model.window_rope.table.data_ptr()
+        self._fields[step.TURNS] = self._kept(model.rope.table)
+        self._fields[step.WINDOW_TURNS] = self._kept(model.window_rope.table)
         self._scale = spec.attention_scale or spec.head_dim**-0.5
         self._room = _Room(_ROWS_AT_A_TIME, self._layouts, model, team)
 
     def run(self, x: Tensor, inputs: StepInputs, kv: KVPool, norm: RMSNorm | None) -> Tensor:
-        """float32[T, hidden] to the same, at last normed if `norm` is given; x is overwritten."""
+        """float32[T, hidden] to the same, at last normed if `norm` is given; x is overwritten.
+
+        Shapes, types, lengths, positions and cells are asserted, in some 10 µs a step: kernels go
+        by addresses.  Page ids are not, of which there are as many as rows have pages.
+        """
         assert x.dtype == torch.float32, "kernels read and write float32"
+        assert x.ndim == 2 and x.shape[1] == self._model.spec.hidden_size, "states are [T, hidden]"
+        self._check_step(len(x), inputs, kv)
         x = x.contiguous()
         if len(x) > self._room.count:
             self._room = _Room(len(x), self._layouts, self._model, self._team)
         self._look_at(kv)
         fields, held = self._step(x, inputs)
-        fields[step.LAST_NORM] = _address(norm)
+        fields[step.LAST_NORM] = 0 if norm is None else _floats_at(norm.weight)
         self._team.run(
             step.layers,
             *(self._team.address, self._fields, self._matrices, self._room.fields, fields),
@@ -88,6 +96,7 @@ class FusedLayers:
             times[threads] = self._trial_ns()
         best = min(times, key=lambda threads: times[threads])
         self._team.use(best if times[best] < _CLEARLY * times[most] else most)
+        self._pool = None  # or the trial's would be kept
         tried = ", ".join(f"{took / 1e6:.1f} ms with {threads}" for threads, took in times.items())
         return f"kernels use {self._team.threads} of {most} threads: a trial took {tried}"
 
@@ -104,17 +113,51 @@ class FusedLayers:
             *(places, places, cells, rows, pages, lengths, lengths.numpy(), rows, ())
         )
         self._fields[step.LAYERS] = min(_TRIAL_LAYERS, len(self._layers))
-        for _ in range(_TRIALS):
-            x = torch.ones(rows, spec.hidden_size)
-            begin = time.perf_counter_ns()
-            self.run(x, inputs, pool, None)
-            took.append(time.perf_counter_ns() - begin)
-        self._fields[step.LAYERS] = len(self._layers)
+        try:
+            for _ in range(_TRIALS):
+                x = torch.ones(rows, spec.hidden_size)
+                begin = time.perf_counter_ns()
+                self.run(x, inputs, pool, None)
+                took.append(time.perf_counter_ns() - begin)
+        finally:
+            self._fields[step.LAYERS] = len(self._layers)
         return min(took)
+
+    def _described(self, layer: Layer) -> np.ndarray:
+        """int64[step.LAYER_FIELDS], but for the pools."""
+        fields = np.zeros(step.LAYER_FIELDS, np.int64)
+        attention, mlp = layer.attention, layer.mlp
+        norms = {
+            step.NORM: layer.attention_norm,
+            step.AFTER: layer.after_attention_norm,
+            step.MLP_NORM: layer.mlp_norm,
+            step.MLP_AFTER: layer.after_mlp_norm,
+            step.Q_NORM: attention.q_norm,
+            step.K_NORM: attention.k_norm,
+        }
+        for field, norm in norms.items():
+            fields[field] = 0 if norm is None else self._kept(norm.weight)
+        fields[step.WINDOWED] = layer.windowed
+        for index, part in enumerate((attention.qkv, attention.o, mlp.gate_up, mlp.down)):
+            begin = step.MATRICES + index * gemm.FIELDS
+            fields[begin : begin + gemm.FIELDS] = _kernel(part).matrix
+            self._held.append(part)
+        return fields
+
+    def _kept(self, array: Tensor) -> int:
+        """The address of float32, held as long as this is."""
+        self._held.append(array.detach())
+        return _floats_at(array)
 
     def _look_at(self, kv: KVPool) -> None:
         if kv is self._pool:
             return
+        spec = self._model.spec
+        shape = (kv.num_pages, kv.page_size, spec.num_kv_heads, spec.head_dim)
+        for memory in (*kv.k, *kv.v):
+            assert memory.dtype in (torch.float32, torch.float16), "keys are float32 or float16"
+            assert memory.dtype == kv.k[0].dtype, "pools of one type"
+            assert memory.shape == shape and memory.is_contiguous(), "a pool of other heads"
         self._pool = kv
         self._fields[step.PAGE_SIZE] = kv.page_size
         self._fields[step.KV_SIZE] = kv.k[0].element_size()
@@ -122,6 +165,21 @@ class FusedLayers:
             place = layer.attention.layer  # type: ignore[union-attr]  # as above
             self._matrices[index, step.KEYS] = kv.k[place].data_ptr()
             self._matrices[index, step.VALUES] = kv.v[place].data_ptr()
+
+    def _check_step(self, count: int, inputs: StepInputs, kv: KVPool) -> None:
+        longest, decoded, pages = self._model.spec.max_len, inputs.n_decode, inputs.decode_pages_dev
+        assert inputs.cells_dev.shape == inputs.positions_dev.shape == (count,), "a cell a token"
+        assert decoded + sum(row.count for row in inputs.chunks) == count, "a row a token"
+        assert inputs.decode_lens_dev.shape == (decoded,) == pages.shape[:1], "rows with pages"
+        width = pages.shape[1]
+        assert pages.dtype == torch.int64 and (width <= 1 or pages.stride(1) == 1), "page ids"
+        seen = min(longest, width * kv.page_size)
+        assert _lie_within(inputs.decode_lens_dev, 1, seen + 1), "a row longer than its pages"
+        assert _lie_within(inputs.positions_dev, 0, longest), "a position beyond the model's length"
+        assert _lie_within(inputs.cells_dev, 0, kv.num_pages * kv.page_size), "a cell of no page"
+        for row in inputs.chunks:
+            seen = min(longest, row.pages_dev.shape[0] * kv.page_size)
+            assert row.count <= row.context_len <= seen, "a chunk longer than its pages"
 
     def _step(self, x: Tensor, inputs: StepInputs) -> tuple[np.ndarray, list[object]]:
         """int64[step.STEP_FIELDS], and what else must live as long."""
@@ -141,9 +199,25 @@ class FusedLayers:
         return fields, [cells, tables, lengths]
 
 
+def _lie_within(values: Tensor, least: int, end: int) -> bool:
+    """Whether all of int64[n] are in range(least, end)."""
+    assert values.dtype == torch.int64, "lengths, positions and cells are int64"
+    found = values.numpy()
+    # the places of the least and the largest are found in a tenth of the time that these take
+    return not found.size or (
+        found.item(found.argmin()) >= least and found.item(found.argmax()) < end
+    )
+
+
 def _at(array: Tensor) -> int:
     """The address of int64 that lie one behind the other."""
-    assert array.is_contiguous() and array.element_size() == 8
+    assert array.is_contiguous() and array.dtype == torch.int64
+    return array.data_ptr()
+
+
+def _floats_at(array: Tensor) -> int:
+    """The same of float32."""
+    assert array.is_contiguous() and array.dtype == torch.float32, "kernels read float32"
     return array.data_ptr()
 
 
@@ -154,30 +228,9 @@ def _chunk_reads(inputs: StepInputs) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate(tables), np.concatenate(lengths)
 
 
-def _described(layer: Layer) -> np.ndarray:
-    """int64[step.LAYER_FIELDS], but for the pools."""
-    fields = np.zeros(step.LAYER_FIELDS, np.int64)
-    attention, mlp = layer.attention, layer.mlp
-    fields[step.NORM] = _address(layer.attention_norm)
-    fields[step.AFTER] = _address(layer.after_attention_norm)
-    fields[step.MLP_NORM] = _address(layer.mlp_norm)
-    fields[step.MLP_AFTER] = _address(layer.after_mlp_norm)
-    fields[step.Q_NORM] = _address(attention.q_norm)
-    fields[step.K_NORM] = _address(attention.k_norm)
-    fields[step.WINDOWED] = layer.windowed
-    for index, part in enumerate((attention.qkv, attention.o, mlp.gate_up, mlp.down)):
-        begin = step.MATRICES + index * gemm.FIELDS
-        fields[begin : begin + gemm.FIELDS] = _kernel(part).matrix
-    return fields
-
-
 def _kernel(part: nn.Module) -> KernelLinear:
     assert isinstance(part, KernelLinear)
     return part
-
-
-def _address(norm: RMSNorm | None) -> int:
-    return 0 if norm is None else norm.weight.data_ptr()
 
 
 class _Room:
