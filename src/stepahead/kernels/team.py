@@ -190,8 +190,9 @@ class Team:
         """kernel(rank, *args) on every thread of the team, the caller's being rank 0.
 
         When it returns or raises no thread is at work any more, and the caller may free what the
-        arguments' addresses lead to.  Raises EngineError in a fork of the process, which has no
-        helpers, and what the kernel says of arguments that are not its own.
+        arguments' addresses lead to; but for a second interrupt within microseconds of one, from
+        which on the team refuses to run.  Raises EngineError then, and in a fork of the process,
+        which has no helpers; and what the kernel says of arguments that are not its own.
         """
         helpers = self.threads - 1
         if not helpers:
