@@ -159,6 +159,7 @@ def test_a_team_for_which_there_are_too_few_threads_ends_those_it_has(
     assert helpers() <= before
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a system without forks")
 def test_a_fork_says_that_the_threads_are_not_its_own() -> None:
     """It would wait for them without end; one thread alone needs none."""
     program = """
