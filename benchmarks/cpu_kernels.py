@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from stepahead.cache.pools import KVPool
-from stepahead.kernels.attend import attend
+from stepahead.kernels.attend import attend, scratch_floats
 from stepahead.kernels.emit import F32, I16, I32, LANES, Emitter, Value, emitted
 from stepahead.kernels.gemm import Layout
 from stepahead.kernels.jit import entry
@@ -216,24 +216,23 @@ _FLOAT32_SIZE = 4
 
 @entry("void(int64, int64, int64[::1], float64)")
 def attention(rank: int, team: int, given: np.ndarray, scale: float) -> None:
-    """Of one layer's decode rows, as a step shares it out."""
+    """Of one layer's decode rows, as a step shares short ones out."""
     kv_heads, head_bytes = given[_KV_HEADS], given[_HEAD_DIM] * 4
-    group = given[_HEADS] // kv_heads
     tables, lengths = int64s(given[_TABLES], given[_COUNT]), int64s(given[_LENGTHS], given[_COUNT])
     while True:
-        piece = take(team)
-        if piece >= given[_COUNT] * kv_heads:
+        row = take(team)
+        if row >= given[_COUNT]:
             break
-        row, head = piece // kv_heads, piece % kv_heads
         begin = max(0, lengths[row] - given[_WINDOW]) if given[_WINDOW] else 0
-        offset = (row * given[_HEADS] + head * group) * head_bytes
+        offset = row * given[_HEADS] * head_bytes
         attend(
             _FLOAT32_SIZE,
             given[_Q] + offset,
-            group,
+            kv_heads,
+            given[_HEADS] // kv_heads,
             given[_HEAD_DIM],
-            given[_K] + head * head_bytes,
-            given[_V] + head * head_bytes,
+            given[_K],
+            given[_V],
             kv_heads * head_bytes,
             given[_PAGE_SIZE],
             tables[row],
@@ -262,7 +261,9 @@ class Attention:
         self._own_k, self._own_v = own[0], own[1]
         pages = self._inputs.decode_pages_dev
         self._tables = pages.data_ptr() + np.arange(rows) * (pages.stride(0) * 8)
-        self._scratch = np.empty((team.threads, CONTEXT + 4 * LANES), np.float32)
+        self._scratch = np.empty(
+            (team.threads, scratch_floats(CONTEXT, spec.num_heads)), np.float32
+        )
 
     def _windowed(self) -> list[bool]:
         return [self._spec.sees_window(layer) for layer in range(self._spec.num_layers)]

@@ -289,8 +289,9 @@ def weight_bytes(spec: ModelSpec, config: EngineConfig) -> int:
     """Bytes of a model without `sparse`.
 
     Embeddings that are tied to the head are there once, but on a CPU whose kernels can't run the
-    model: there the head is laid out for torch's.  Blocks of 32 weights have a scale in int8, and
-    in int4, where the head is in int8, a least value too.  Of stages each end has its own.
+    model: there the head is laid out for torch's.  In int8 blocks of 32 weights have a multiple of
+    their channel's unit, in int4, where the head is in int8, a scale and a least value.  Of stages
+    each end has its own.
     """
     stages = config.pipeline_stages > 1  # the first has its own
     fused = config.device == "cuda" or _fused(spec, config)
@@ -299,9 +300,18 @@ def weight_bytes(spec: ModelSpec, config: EngineConfig) -> int:
     layers = weight_values(spec) - (1 if spec.tied_head else 2) * table
     if config.quantization == "none":
         return (layers + copies * table) * width
-    sixteenths = {"float16": 32, "int8": 17, "int4": 10}[config.quantization]  # of a byte, a weight
-    heads = max(sixteenths, 17)
-    return (copies - 1) * table * width + (layers * sixteenths + table * heads) // 16
+    of_32 = {"float16": 64, "int8": 33, "int4": 20}[config.quantization]  # bytes of 32 weights
+    units = {"float16": 0, "int8": 4, "int4": 0}[config.quantization] * _channels(spec)
+    if config.quantization != "float16":
+        units += 4 * spec.vocab_size
+    weights = layers * of_32 + table * max(of_32, 33)
+    return (copies - 1) * table * width + weights // 32 + units
+
+
+def _channels(spec: ModelSpec) -> int:
+    """Outputs of all layers' matrices."""
+    qkv = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    return spec.num_layers * (qkv + 2 * spec.hidden_size + 2 * spec.intermediate_size)
 
 
 def _fused(spec: ModelSpec, config: EngineConfig) -> bool:

@@ -165,6 +165,18 @@ def test_threads_change_nothing(folder: Path, kind: Any) -> None:
     assert all(torch.equal(two[name], logits) for name, logits in one.items())
 
 
+@pytest.mark.parametrize("rows", [1, 3, 64])
+@pytest.mark.parametrize("kind", ["none", "int8"])
+def test_a_large_step_in_bands_is_the_same_to_the_bit(
+    folder: Path, kind: Any, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decode rows, dead ones and chunks, cut anywhere."""
+    whole = told(loaded(folder, laid_out(kind, 2)))
+    monkeypatch.setattr(fused, "_BAND", rows)
+    cut = told(loaded(folder, laid_out(kind, 2)))
+    assert all(torch.equal(cut[name], logits) for name, logits in whole.items())
+
+
 def alone(name: str, cuts: list[int], decoded: int) -> list[Step]:
     """A request by itself: its prompt in chunks of these sizes, then token by token."""
     return [*(("", {name: cut}, 0) for cut in cuts), *([(name, {}, 0)] * decoded)]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepahead.kernels.attend import attend
+from stepahead.kernels.attend import attend, scratch_floats
 from stepahead.kernels.emit import LANES
 
 HEAD_DIMS = [size for size in (8, 16, 24, 32, 64, 80, 128, 136) if size % LANES == 0]
@@ -24,7 +24,8 @@ class Case:
     group: int = 1
     head_dim: int = HEAD_DIMS[0]
     kv_heads: int = 1
-    kv_head: int = 0
+    kv_head: int = 0  # the first one that is asked for
+    together: int = 1  # and how many
     page_size: int = 4
     begin: int = 0
     end: int = 1
@@ -42,7 +43,8 @@ class Memory:
     def __init__(self, case: Case) -> None:
         generator = np.random.default_rng(case.seed)
         self.case = case
-        self.q = generator.standard_normal((case.group, case.head_dim)).astype(np.float32)
+        queries = case.together * case.group, case.head_dim
+        self.q = generator.standard_normal(queries).astype(np.float32)
         self.q *= np.float32(case.size)
         many = 2 * case.pages + 3
         shape = (many, case.page_size, case.kv_heads, case.head_dim)
@@ -50,49 +52,58 @@ class Memory:
         self.k, self.v = np.full(shape, 1e4, case.dtype), np.full(shape, -6e4, case.dtype)
         self.table = generator.permutation(many)[: case.pages].astype(np.int64)
         for position in range(case.begin, case.end):
-            where = (self.table[position // case.page_size], position % case.page_size)
-            self.k[where][case.kv_head] = generator.standard_normal(case.head_dim)
-            self.v[where][case.kv_head] = generator.standard_normal(case.head_dim)
+            where = self.table[position // case.page_size], position % case.page_size
+            heads = slice(case.kv_head, case.kv_head + case.together)
+            shape = case.together, case.head_dim
+            self.k[where][heads] = generator.standard_normal(shape)
+            self.v[where][heads] = generator.standard_normal(shape)
 
     def attended(self) -> np.ndarray:
-        """float32[group, head_dim] from the kernel."""
+        """float32[together * group, head_dim] from the kernel."""
         case = self.case
-        scratch = np.full(case.end - case.begin + LANES + 2 + 64, BESIDE, np.float32)
-        out = np.full(case.group * case.head_dim + 64, BESIDE, np.float32)
+        floats = scratch_floats(case.end - case.begin, len(self.q))
+        scratch = np.full(floats + 64, BESIDE, np.float32)
+        out = np.full(self.q.size + 64, BESIDE, np.float32)
         size = self.k.itemsize
         head = size * case.kv_head * case.head_dim
         attend(
-            *(size, self.q.ctypes.data, case.group, case.head_dim),
+            *(size, self.q.ctypes.data, case.together, case.group, case.head_dim),
             *(self.k.ctypes.data + head, self.v.ctypes.data + head),
             *(size * case.kv_heads * case.head_dim, case.page_size, self.table.ctypes.data),
             *(case.begin, case.end, case.head_dim**-0.5, scratch.ctypes.data, out.ctypes.data),
         )
         assert (scratch[-64:] == BESIDE).all()
         assert (out[-64:] == BESIDE).all()
-        return out[:-64].reshape(case.group, case.head_dim)
+        return out[:-64].reshape(self.q.shape)
 
     def expected(self) -> np.ndarray:
         """The same in float64."""
         case = self.case
         pages = (case.pages * case.page_size, case.kv_heads, case.head_dim)
-        here = slice(case.begin, case.end), case.kv_head
-        k = self.k[self.table].reshape(pages)[here].astype(np.float64)
-        v = self.v[self.table].reshape(pages)[here].astype(np.float64)
-        scores = self.q.astype(np.float64) @ k.T * case.head_dim**-0.5
-        weights = np.exp(scores - scores.max(1, keepdims=True))
-        return weights @ v / weights.sum(1, keepdims=True)
+        found = []
+        for at in range(case.together):
+            here = slice(case.begin, case.end), case.kv_head + at
+            k = self.k[self.table].reshape(pages)[here].astype(np.float64)
+            v = self.v[self.table].reshape(pages)[here].astype(np.float64)
+            q = self.q[at * case.group : (at + 1) * case.group].astype(np.float64)
+            scores = q @ k.T * case.head_dim**-0.5
+            weights = np.exp(scores - scores.max(1, keepdims=True))
+            found.append(weights @ v / weights.sum(1, keepdims=True))
+        return np.concatenate(found)
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     kv_heads = draw(st.integers(1, 3))
+    kv_head = draw(st.integers(0, kv_heads - 1))
     end = draw(st.integers(1, 70))
     return Case(
         dtype=draw(st.sampled_from([np.float32, np.float16])),
         group=draw(st.integers(1, 8)),
         head_dim=draw(st.sampled_from(HEAD_DIMS)),
         kv_heads=kv_heads,
-        kv_head=draw(st.integers(0, kv_heads - 1)),
+        kv_head=kv_head,
+        together=draw(st.integers(1, kv_heads - kv_head)),
         page_size=draw(st.integers(1, 16)),
         begin=draw(st.one_of(st.just(0), st.integers(0, end - 1))),
         end=end,
@@ -111,7 +122,9 @@ def test_a_query_sees_its_positions_and_no_others(case: Case) -> None:
 
 @pytest.mark.parametrize("length", [1000, 4096, 5003])
 def test_a_query_sees_a_long_context(length: int) -> None:
-    memory = Memory(Case(np.float32, 2, HEAD_DIMS[-1], 2, 1, page_size=16, end=length, seed=length))
+    memory = Memory(
+        Case(np.float32, 2, HEAD_DIMS[-1], 2, 1, 1, page_size=16, end=length, seed=length)
+    )
     np.testing.assert_allclose(memory.attended(), memory.expected(), rtol=0, atol=4e-6)
 
 
@@ -134,8 +147,9 @@ def test_what_is_attended_to_is_the_same_to_the_bit_in_any_pages_of_a_size(
 def test_heads_of_a_group_do_not_see_each_other(case: Case) -> None:
     memory = Memory(case)
     together = memory.attended()
-    for head in range(case.group):
-        alone = Memory(replace(case, group=1))
+    for head in range(len(memory.q)):
+        kv_head = case.kv_head + head // case.group
+        alone = Memory(replace(case, group=1, together=1, kv_head=kv_head))
         alone.q, alone.k, alone.v = memory.q[head : head + 1].copy(), memory.k, memory.v
         alone.table = memory.table
         assert (alone.attended() == together[head]).all()
@@ -143,7 +157,7 @@ def test_heads_of_a_group_do_not_see_each_other(case: Case) -> None:
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_query_that_is_not_finite_spoils_no_other_of_its_group(bad: float) -> None:
-    case = Case(np.float32, 3, HEAD_DIMS[1], 1, 0, page_size=4, end=19)
+    case = Case(np.float32, 3, HEAD_DIMS[1], 1, 0, 1, page_size=4, end=19)
     memory, spoiled = Memory(case), Memory(case)
     spoiled.q[1, 3] = bad
     found, expected = spoiled.attended(), memory.attended()

@@ -71,13 +71,13 @@ def test_a_row_is_normed_and_added(count: int, seed: int) -> None:
 class Prepared:
     """What `rows.prepare` makes of a row."""
 
-    def __init__(self, kind: int, x: np.ndarray) -> None:
+    def __init__(self, kind: int, x: np.ndarray, most: int = MOST) -> None:
         self.groups = -(-len(x) // GROUP[kind])
         self.padded = self.groups * GROUP[kind]
         self.out = room(self.padded, np.int16 if kind >= INT8 else np.float32)
         self.sums, self.scale = room(self.groups), room(1)
         args = at(self.out), at(self.sums), at(self.scale)
-        rows.prepare(kind, at(x), len(x), self.groups, *args)
+        rows.prepare(kind, most, at(x), len(x), self.groups, *args)
 
     @property
     def values(self) -> np.ndarray:
@@ -88,17 +88,19 @@ class Prepared:
         return all(untouched(array, count) for array, count in given)
 
 
-def near_steps(count: int, seed: int, largest: float) -> tuple[np.ndarray, np.ndarray]:
+def near_steps(
+    count: int, seed: int, largest: float, most: int = MOST
+) -> tuple[np.ndarray, np.ndarray]:
     """A row whose values are off whole steps of its scale by no more than 0.4, and the steps: what
     it is rounded to does not hang on the last bit of a quotient."""
     generator = np.random.default_rng(seed)
-    steps = generator.integers(-MOST, MOST + 1, count) >> generator.integers(0, 16, count)
+    steps = generator.integers(-most, most + 1, count) >> generator.integers(0, 16, count)
     largest_at = generator.integers(count)
-    steps[largest_at] = MOST if seed % 2 else -MOST
+    steps[largest_at] = most if seed % 2 else -most
     off = generator.uniform(-0.4, 0.4, count)
     off[largest_at] = 0.0
-    inside = np.abs(steps) < MOST
-    x = (steps + off * inside) * (np.float64(largest) / MOST)
+    inside = np.abs(steps) < most
+    x = (steps + off * inside) * (np.float64(largest) / most)
     return x.astype(np.float32), steps
 
 
@@ -108,15 +110,16 @@ def near_steps(count: int, seed: int, largest: float) -> tuple[np.ndarray, np.nd
     st.integers(1, 300),
     SEEDS,
     st.sampled_from([1e-20, 3e-3, 1.0, 777.0, 1e30]),
+    st.sampled_from([1, 300, 4635, MOST]),
 )
 def test_a_row_is_rounded_to_its_own_scale(
-    kind: int, count: int, seed: int, largest: float
+    kind: int, count: int, seed: int, largest: float, most: int
 ) -> None:
-    x, steps = near_steps(count, seed, largest)
-    found = Prepared(kind, x)
+    x, steps = near_steps(count, seed, largest, most)
+    found = Prepared(kind, x, most)
     assert (found.values[:count] == steps).all()
     assert (found.values[count:] == 0).all()
-    scale = np.float64(np.abs(x).max()) / MOST / rows.UNIT
+    scale = np.float64(np.abs(x).max()) / most / (rows.UNIT if kind == INT4 else 1)
     np.testing.assert_allclose(found.scale[0], scale, rtol=1e-6)
     if kind == INT4:
         sums = found.values.astype(np.int64).reshape(found.groups, -1).sum(1)

@@ -145,14 +145,15 @@ def test_weights_are_counted_as_they_will_be_kept() -> None:
     for a product, as the head."""
     spec = replace(SPEC, tied_head=True)
     table, layers = 200 * 96, 2 * 96 * (96 + 2 * 48 + 96 + 3 * 160)
+    channels = 2 * (96 + 2 * 48 + 96 + 2 * 160 + 96)
     assert weight_values(spec) == table + layers
     for options, expected in (
         ({}, 4 * (table + layers)),
         ({"dtype": "bfloat16"}, 2 * (2 * table + layers)),
         ({"device": "cuda"}, 4 * (table + layers)),
         ({"quantization": "float16"}, 2 * (table + layers)),
-        ({"quantization": "int8"}, (table + layers) * 34 // 32),
-        ({"quantization": "int4"}, table * 34 // 32 + layers * 20 // 32),
+        ({"quantization": "int8"}, (table + layers) * 33 // 32 + 4 * (200 + channels)),
+        ({"quantization": "int4"}, table * 33 // 32 + layers * 20 // 32 + 4 * 200),
     ):
         config = config_from("model", dict(options))
         assert weight_bytes(spec, config) == expected, options

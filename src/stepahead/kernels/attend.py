@@ -1,4 +1,4 @@
-"""Attention of one query position and one head of keys and values, over pages where they lie.
+"""Attention of one query position and some heads of keys and values, over pages where they lie.
 
 Everything is summed in the order of the positions, so what a query gets depends on what it sees and
 on nothing else: not on its neighbours, nor on where a chunk of its prompt began.
@@ -6,6 +6,8 @@ on nothing else: not on its neighbours, nor on where a chunk of its prompt began
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,8 +18,9 @@ from stepahead.kernels.jit import inner
 from stepahead.kernels.memory import floats, int64s
 from stepahead.kernels.rows import exp
 
-_KEYS = 4  # that share what is read of a query
-_VECTORS = 8  # of values that are summed in registers
+_HEADS = 3  # of queries that read a key or value together: more sums than registers hold
+_KEYS = 4  # that are read together
+_VECTORS = 4  # of values that are summed in registers
 
 
 def _loaded(emit: Emitter, half: bool, place: Value) -> Value:
@@ -27,51 +30,65 @@ def _loaded(emit: Emitter, half: bool, place: Value) -> Value:
     return emit.builder.fpext(emit.load(place, emit.vector(F16), 2), emit.vector(F32))
 
 
-def _dots(keys: int, half: bool) -> Any:
-    """out[i] = q . k[i] for `keys` keys."""
+def _dots(heads: int, half: bool) -> Any:
+    """out[h][i] = q[h] . k[i] for four keys; those behind `last` are `last` again."""
     size = (2 if half else 4) * LANES
 
-    def write(emit: Emitter, q: Value, vectors: Value, k: Value, stride: Value, out: Value) -> None:
-        kind = emit.vector(F32)
+    def write(emit: Emitter, *args: Value) -> None:
+        q, q_stride, vectors, k, stride, last, out, out_stride = args
+        kind, builder = emit.vector(F32), emit.builder
+        places = []
+        for key in map(emit.i64, range(_KEYS)):
+            there = builder.select(builder.icmp_signed("<", key, last), key, last)
+            places.append(emit.at(k, emit.times(there, stride)))
 
         def some(index: Value, sums: list[Value]) -> list[Value]:
-            query = emit.load(emit.at(q, emit.times(index, 4 * LANES)), kind, 4)
-            given = []
-            for key, before in enumerate(sums):
-                place = emit.at(k, emit.times(index, size), emit.times(stride, key))
-                given.append(emit.fma(query, _loaded(emit, half, place), before))
+            keys = [_loaded(emit, half, emit.at(at, emit.times(index, size))) for at in places]
+            given: list[Value] = []
+            for head in range(heads):
+                at = emit.at(q, emit.times(q_stride, head), emit.times(index, 4 * LANES))
+                query = emit.load(at, kind, 4)
+                before = sums[head * _KEYS : (head + 1) * _KEYS]
+                given += [emit.fma(query, *both) for both in zip(keys, before, strict=True)]
             return given
 
-        sums = emit.loop(vectors, [emit.zeros(kind)] * keys, some)
-        for key, total in enumerate(sums):
-            emit.store(emit.total(total), emit.at(out, 4 * key), 4)
+        sums = emit.loop(vectors, [emit.zeros(kind)] * (heads * _KEYS), some)
+        for head in range(heads):
+            four = emit.totals(sums[head * _KEYS : (head + 1) * _KEYS])
+            emit.store(four, emit.at(out, emit.times(out_stride, head)), 4)
 
-    return emitted(5, write)
+    return emitted(8, write)
 
 
-def _blend(vectors: int, half: bool) -> Any:
-    """out += sum of weights[i] * v[i] over `count` values, for `vectors` vectors of each."""
+def _blend(vectors: int, heads: int, half: bool) -> Any:
+    """out[h] += sum of weights[h][i] * v[i] over `count` values, for `vectors` vectors of each."""
     size = (2 if half else 4) * LANES
 
-    def write(
-        emit: Emitter, weights: Value, v: Value, stride: Value, count: Value, out: Value
-    ) -> None:
+    def write(emit: Emitter, *args: Value) -> None:
+        weights, weights_stride, v, stride, count, out, out_stride = args
         kind = emit.vector(F32)
-        places = [emit.at(out, 4 * LANES * at) for at in range(vectors)]
+        places = [
+            emit.at(out, emit.times(out_stride, head), 4 * LANES * at)
+            for head in range(heads)
+            for at in range(vectors)
+        ]
 
         def some(index: Value, sums: list[Value]) -> list[Value]:
-            weight = emit.splat(emit.load(emit.at(weights, emit.times(index, 4)), F32, 4))
             value = emit.at(v, emit.times(index, stride))
-            return [
-                emit.fma(weight, _loaded(emit, half, emit.at(value, size * at)), before)
-                for at, before in enumerate(sums)
-            ]
+            values = [_loaded(emit, half, emit.at(value, size * at)) for at in range(vectors)]
+            given: list[Value] = []
+            for head in range(heads):
+                at = emit.at(weights, emit.times(weights_stride, head), emit.times(index, 4))
+                weight = emit.splat(emit.load(at, F32, 4))
+                before = sums[head * vectors : (head + 1) * vectors]
+                given += [emit.fma(weight, *both) for both in zip(values, before, strict=True)]
+            return given
 
         sums = emit.loop(count, [emit.load(place, kind, 4) for place in places], some)
         for place, total in zip(places, sums, strict=True):
             emit.store(total, place, 4)
 
-    return emitted(5, write)
+    return emitted(7, write)
 
 
 def _write_exps(emit: Emitter, scores: Value, most: Value, vectors: Value, total: Value) -> None:
@@ -93,74 +110,115 @@ def _write_exps(emit: Emitter, scores: Value, most: Value, vectors: Value, total
     emit.store(emit.total(sums), total, 4)
 
 
-_dots_of_four, _dot = _dots(_KEYS, half=False), _dots(1, half=False)
-_half_dots_of_four, _half_dot = _dots(_KEYS, half=True), _dots(1, half=True)
-_blend_many, _blend_one = _blend(_VECTORS, half=False), _blend(1, half=False)
-_half_blend_many, _half_blend_one = _blend(_VECTORS, half=True), _blend(1, half=True)
+def _chooser(make: Callable[[int, bool], Any]) -> Any:
+    """A function for 1 to _HEADS heads, over float32 or float16."""
+    one, two, three = (make(heads, False) for heads in range(1, _HEADS + 1))
+    half_one, half_two, half_three = (make(heads, True) for heads in range(1, _HEADS + 1))
+
+    @inner
+    def chosen(size: int, heads: int, args: tuple[int, ...]) -> None:
+        if size == 2:
+            if heads == 3:
+                half_three(args)
+            elif heads == 2:
+                half_two(args)
+            else:
+                half_one(args)
+        elif heads == 3:
+            three(args)
+        elif heads == 2:
+            two(args)
+        else:
+            one(args)
+
+    return chosen
+
+
+_dots_of = _chooser(_dots)
+_blend_many, _blend_one = (_chooser(partial(_blend, vectors)) for vectors in (_VECTORS, 1))
 _exps = emitted(4, _write_exps)
 
 
 @inner
-def _score(size: int, q: int, head_dim: int, k: int, stride: int, count: int, out: int) -> None:
-    vectors = head_dim // LANES
-    at = 0
-    while at + _KEYS <= count:
-        args = (q, vectors, k + at * stride, stride, out + at * 4)
-        if size == 2:
-            _half_dots_of_four(args)
-        else:
-            _dots_of_four(args)
-        at += _KEYS
-    while at < count:
-        args = (q, vectors, k + at * stride, stride, out + at * 4)
-        if size == 2:
-            _half_dot(args)
-        else:
-            _dot(args)
-        at += 1
+def _score(
+    size: int,
+    heads: int,
+    q: int,
+    head_dim: int,
+    k: int,
+    stride: int,
+    count: int,
+    out: int,
+    out_stride: int,
+) -> None:
+    """Scores of `count` keys, which is above 0; three more than those may be written."""
+    for first in range(0, heads, _HEADS):
+        some, query = min(heads - first, _HEADS), q + first * head_dim * 4
+        for at in range(0, count, _KEYS):
+            here, to = k + at * stride, out + first * out_stride + at * 4
+            last = min(count - at, _KEYS) - 1
+            args = (query, head_dim * 4, head_dim // LANES, here, stride, last, to, out_stride)
+            _dots_of(size, some, args)
 
 
 @inner
 def _add_values(
-    size: int, weights: int, v: int, stride: int, count: int, head_dim: int, out: int
+    size: int,
+    heads: int,
+    weights: int,
+    weights_stride: int,
+    v: int,
+    stride: int,
+    count: int,
+    head_dim: int,
+    out: int,
 ) -> None:
     at, vectors = 0, head_dim // LANES
-    while at + _VECTORS <= vectors:
-        args = (weights, v + at * LANES * size, stride, count, out + at * LANES * 4)
-        if size == 2:
-            _half_blend_many(args)
-        else:
-            _blend_many(args)
-        at += _VECTORS
     while at < vectors:
-        args = (weights, v + at * LANES * size, stride, count, out + at * LANES * 4)
-        if size == 2:
-            _half_blend_one(args)
-        else:
-            _blend_one(args)
-        at += 1
+        many = at + _VECTORS <= vectors
+        for first in range(0, heads, _HEADS):
+            some, given = min(heads - first, _HEADS), weights + first * weights_stride
+            here, to = v + at * LANES * size, out + (first * head_dim + at * LANES) * 4
+            args = (given, weights_stride, here, stride, count, to, head_dim * 4)
+            if many:
+                _blend_many(size, some, args)
+            else:
+                _blend_one(size, some, args)
+        at += _VECTORS if many else 1
 
 
 @inner
-def _weigh(scores: int, count: int, scale: float, spare: int) -> float:
-    """Scores become weights; 1 / their sum."""
+def _weigh(scores: int, count: int, scale: float, share: int) -> float:
+    """Scores become weights; 1 / their sum.  float32[1] at `share` is overwritten."""
     padded = -(-count // LANES) * LANES
-    values, pair = floats(scores, padded), floats(spare, 2)
+    values, spare = floats(scores, padded), floats(share, 1)
     most = np.float32(-np.inf)
     for at in range(count):
         values[at] *= np.float32(scale)
         most = values[at] if values[at] > most else most
     for at in range(count, padded):
         values[at] = -np.inf
-    pair[0] = most
-    _exps((scores, spare, padded // LANES, spare + 4))
-    return np.float32(1) / pair[1]
+    spare[0] = most
+    _exps((scores, share, padded // LANES, share))
+    return np.float32(1) / spare[0]
+
+
+def scratch_floats(positions: int, heads: int) -> int:
+    """Of a thread that attends with so many heads at once."""
+    return heads * (_row_floats(positions) + 1)
+
+
+@inner
+def _row_floats(positions: int) -> int:
+    """Room for one head's scores: whole vectors, and one more."""
+    return (-(-positions // LANES) + 1) * LANES
 
 
 @inner
 def attend(
     size: int,
     q: int,
+    groups: int,
     heads: int,
     head_dim: int,
     k: int,
@@ -174,42 +232,46 @@ def attend(
     scratch: int,
     out: int,
 ) -> None:
-    """Query heads that share a head of keys and values, over positions begin .. end.
+    """`groups` heads of keys and values, each with `heads` heads of queries, over positions
+    begin .. end.  What lies together is read together.
 
     size     bytes of a number in the pools: 4 for float32, 2 for float16
-    q, out   float32[heads, head_dim]
-    k, v     this head's numbers in the pools' first cell, and bytes from cell to cell
+    q, out   float32[groups * heads, head_dim]
+    k, v     the first of these heads' numbers in the pools' first cell; bytes from cell to cell
     table    int64 pages of the row, in order of its positions
-    scratch  float32[end - begin + LANES + 2], this thread's own
+    scratch  float32[scratch_floats(end - begin, groups * heads)], this thread's own
     """
-    spare, scores = scratch, scratch + 8
+    every = groups * heads
+    shares, scores = floats(scratch, every), scratch + every * 4
+    row = _row_floats(end - begin) * 4
     pages = int64s(table, -(-end // page_size))
-    for head in range(heads):
-        query = q + head * head_dim * 4
-        position = begin
-        while position < end:
-            offset = position % page_size
-            count = min(page_size - offset, end - position)
-            cell = (pages[position // page_size] * page_size + offset) * stride
-            _score(size, query, head_dim, k + cell, stride, count, scores + (position - begin) * 4)
-            position += count
-        share = _weigh(scores, end - begin, scale, spare)
-        _zero(out + head * head_dim * 4, head_dim)
-        position = begin
-        while position < end:
-            offset = position % page_size
-            count = min(page_size - offset, end - position)
-            cell = (pages[position // page_size] * page_size + offset) * stride
-            weights = scores + (position - begin) * 4
-            _add_values(size, weights, v + cell, stride, count, head_dim, out + head * head_dim * 4)
-            position += count
-        given = floats(out + head * head_dim * 4, head_dim)
-        for at in range(head_dim):
-            given[at] *= share
-
-
-@inner
-def _zero(out: int, count: int) -> None:
-    given = floats(out, count)
-    for at in range(count):
+    position = begin
+    while position < end:
+        offset = position % page_size
+        count = min(page_size - offset, end - position)
+        cell = (pages[position // page_size] * page_size + offset) * stride
+        for group in range(groups):
+            here, first = k + cell + group * head_dim * size, group * heads
+            to = scores + first * row + (position - begin) * 4
+            query = q + first * head_dim * 4
+            _score(size, heads, query, head_dim, here, stride, count, to, row)
+        position += count
+    for head in range(every):
+        shares[head] = _weigh(scores + head * row, end - begin, scale, scratch + head * 4)
+    given = floats(out, every * head_dim)
+    for at in range(every * head_dim):
         given[at] = 0
+    position = begin
+    while position < end:
+        offset = position % page_size
+        count = min(page_size - offset, end - position)
+        cell = (pages[position // page_size] * page_size + offset) * stride
+        for group in range(groups):
+            here, first = v + cell + group * head_dim * size, group * heads
+            weights = scores + first * row + (position - begin) * 4
+            to = out + first * head_dim * 4
+            _add_values(size, heads, weights, row, here, stride, count, head_dim, to)
+        position += count
+    for head in range(every):
+        for at in range(head * head_dim, (head + 1) * head_dim):
+            given[at] *= shares[head]

@@ -55,6 +55,11 @@ class Emitter:
         place = self.builder.inttoptr(address, value.type.as_pointer())
         self.builder.store(value, place).align = align
 
+    def fetch(self, address: Value) -> None:
+        """Bring the cache line at an address nearer; one that isn't there does no harm."""
+        place = self.builder.inttoptr(address, I8.as_pointer())
+        self.called("llvm.prefetch.p0i8", ir.VoidType(), place, I32(0), I32(3), I32(1))
+
     def vector(self, kind: Any, lanes: int = LANES) -> Any:
         return ir.VectorType(kind, lanes)
 
@@ -71,6 +76,12 @@ class Emitter:
     def part(self, vector: Value, begin: int, count: int) -> Value:
         """Lanes begin .. begin + count."""
         places = ir.Constant(self.vector(I32, count), list(range(begin, begin + count)))
+        return self.builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), places)
+
+    def twice(self, vector: Value, begin: int, count: int) -> Value:
+        """Lanes begin .. begin + count, each two times in a row."""
+        places = [begin + at // 2 for at in range(2 * count)]
+        places = ir.Constant(self.vector(I32, 2 * count), places)
         return self.builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), places)
 
     def called(self, name: str, result: Any, *args: Value) -> Value:
@@ -91,6 +102,29 @@ class Emitter:
             halves = self.part(vector, 0, lanes), self.part(vector, lanes, lanes)
             vector = self.builder.fadd(*halves)
         return self.builder.extract_element(vector, I32(0))
+
+    def totals(self, four: Sequence[Value]) -> Value:
+        """The sums of all lanes of four vectors of float32, as float32[4]; each is added up in the
+        same order, whatever the others are."""
+        while four[0].type.count > 8:
+            lanes = four[0].type.count // 2
+            parts = [(self.part(some, 0, lanes), self.part(some, lanes, lanes)) for some in four]
+            four = [self.builder.fadd(*both) for both in parts]
+        a, b, c, d = four
+        low, high = [0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15]
+        ab, cd = (self._added_lanes(*both, low, high) for both in ((a, b), (c, d)))
+        sums = self._added_lanes(ab, cd, [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15])
+        return self.builder.fadd(self.part(sums, 0, 4), self.part(sums, 4, 4))
+
+    def _added_lanes(self, a: Value, b: Value, first: list[int], second: list[int]) -> Value:
+        """Lanes of a and b, which are 8 each, that two lists name, added."""
+        kind = self.vector(I32, 8)
+        return self.builder.fadd(
+            *(
+                self.builder.shuffle_vector(a, b, ir.Constant(kind, lanes))
+                for lanes in (first, second)
+            )
+        )
 
     def pairs_product(self, a: Value, b: Value) -> Value:
         """int32[L] of int16[2L] twice: a[2i] * b[2i] + a[2i + 1] * b[2i + 1]."""

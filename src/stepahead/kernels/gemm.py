@@ -6,22 +6,38 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stepahead.kernels import tile as tiles
 from stepahead.kernels.jit import inner
-from stepahead.kernels.team import take
-from stepahead.kernels.tile import FLOAT16, FLOAT32, GROUP, INT4, INT8, MOST_ROWS, PANEL, tile
+from stepahead.kernels.team import take, threads_of
+from stepahead.kernels.tile import (
+    GROUP,
+    INT8,
+    MOST_ROWS,
+    PANEL,
+    ROOM_BYTES,
+    SECTION,
+    WIDE,
+    WIDENED,
+    tile,
+)
 
-# What kernels are told of a matrix: int64[FIELDS].
-FORMAT, PANELS, GROUPS, WEIGHTS, SCALES, BIAS = range(6)
-FIELDS = 6
-# What they are told of activations.
-X, X_STRIDE, X_SUMS, SUMS_STRIDE, X_SCALES = range(5)
+# What kernels are told of a matrix: int64[FIELDS].  The bias is a panel longer than the matrix, by
+# zeros; activations are rounded to whole numbers up to MOST_X.
+FORMAT, PANELS, GROUPS, WEIGHTS, SCALES, BIAS, MOST_X = range(7)
+FIELDS = 7
+# What they are told of activations, and of memory of ROOM_BYTES for each thread.
+X, X_STRIDE, X_SUMS, SUMS_STRIDE, X_SCALES, ROOM = range(6)
 
-_ROWS = 48  # of activations that go together: more would not stay in the second cache
-_PANELS = 4  # of one piece of work
-_SCALE_BYTES = {FLOAT32: 0, FLOAT16: 0, INT8: 2 * PANEL, INT4: 4 * PANEL}
-_WEIGHT_BYTES = {FLOAT32: 4 * PANEL, FLOAT16: 2 * PANEL, INT8: PANEL, INT4: PANEL // 2}
-_GROUP_BYTES = np.array([GROUP[kind] * _WEIGHT_BYTES[kind] for kind in range(4)])
-_GROUP_SCALES = np.array([_SCALE_BYTES[kind] for kind in range(4)])
+# Of activations that go together: more would not stay in the second cache.
+_ROWS, _INT8_ROWS = 48, 96
+_PANELS = 4  # of one piece of work at most
+_INT8_COLUMNS = GROUP[INT8]
+_WIDE_STEP = 4 * PANEL  # bytes of INT8 that are a step of WIDE
+_PIECES = 8  # a thread should have: the last ones to come make the others wait
+_GROUP_BYTES, _SCALE_BYTES, _UNIT_BYTES = (
+    np.array([sizes[kind] for kind in range(4)])
+    for sizes in (tiles.GROUP_BYTES, tiles.SCALE_BYTES, tiles.UNIT_BYTES)
+)
 
 
 @dataclass(frozen=True)
@@ -42,16 +58,79 @@ class Layout:
 
     @property
     def weight_bytes(self) -> int:
-        return self.panels * self.groups * int(_GROUP_BYTES[self.kind])
+        return self.panels * self.groups * tiles.GROUP_BYTES[self.kind]
 
     @property
     def scale_bytes(self) -> int:
-        return self.panels * self.groups * int(_GROUP_SCALES[self.kind])
+        groups = self.groups * tiles.SCALE_BYTES[self.kind]
+        return self.panels * (groups + tiles.UNIT_BYTES[self.kind])
+
+
+@inner
+def place_of(kind: int, groups: int, panel: int, group: int) -> tuple[int, int, int]:
+    """Where a panel's group has its weights, and what is beside them, and where the panel's units
+    are: bytes from the beginning of the weights and, twice, of the scales."""
+    weights = (panel * groups + group) * _GROUP_BYTES[kind]
+    scales = panel * (groups * _SCALE_BYTES[kind] + _UNIT_BYTES[kind])
+    return weights, scales + group * _SCALE_BYTES[kind], scales + groups * _SCALE_BYTES[kind]
+
+
+@inner
+def _multiply_panel(
+    x: np.ndarray,
+    slot: int,
+    rows: int,
+    matrix: np.ndarray,
+    panel: int,
+    room: int,
+    out: int,
+    out_stride: int,
+    add: int,
+) -> None:
+    """A panel times `rows` rows of activations, section by section; `room` for one, or 0."""
+    kind, groups = matrix[FORMAT], matrix[GROUPS]
+    section = SECTION if kind == INT8 else groups
+    tiles = -(-rows // MOST_ROWS)
+    for begin in range(0, groups, section):
+        count = min(section, groups - begin)
+        weights, scales, units = place_of(kind, groups, panel, begin)
+        weights, scales = matrix[WEIGHTS] + weights, matrix[SCALES] + scales
+        # Weights of what comes next are on their way while rows are multiplied: a little at a time,
+        # for a burst would hold up the rows.
+        bytes_ahead = count * _GROUP_BYTES[kind]
+        for turn in range(tiles):
+            row = rows * turn // tiles
+            format = kind
+            if room:
+                format = WIDE if turn else WIDENED
+            tile(
+                format,
+                rows * (turn + 1) // tiles - row,
+                (
+                    x[X] + (slot + row) * x[X_STRIDE] + begin * _INT8_COLUMNS * 2,
+                    x[X_STRIDE],
+                    x[X_SUMS] + (slot + row) * x[SUMS_STRIDE],
+                    x[SUMS_STRIDE],
+                    x[X_SCALES] + (slot + row) * 4,
+                    weights,
+                    scales,
+                    matrix[SCALES] + units,
+                    room,
+                    weights + bytes_ahead + max(turn - 1, 0) * bytes_ahead // max(tiles - 1, 1),
+                    _WIDE_STEP // max(tiles - 1, 1),
+                    matrix[BIAS] + (matrix[PANELS] if begin else panel) * PANEL * 4,
+                    out + row * out_stride + panel * PANEL * 4,
+                    out_stride,
+                    1 if begin else add,
+                    count,
+                ),
+            )
 
 
 @inner
 def multiply(
     team: int,
+    rank: int,
     x: np.ndarray,
     slot: int,
     count: int,
@@ -62,38 +141,21 @@ def multiply(
 ) -> None:
     """out = x W^T + b, or added to `out`; strides in bytes.  `count` rows, the first of which lies
     at `slot` of the activations; all threads call it."""
-    kind, groups = matrix[FORMAT], matrix[GROUPS]
-    blocks = -(-count // _ROWS)
-    pieces = -(-matrix[PANELS] // _PANELS)
+    panels = matrix[PANELS]
+    # few rows are done before a panel would be written out
+    wide = matrix[FORMAT] == INT8 and count > 2 * MOST_ROWS
+    room = x[ROOM] + rank * ROOM_BYTES if wide else 0
+    blocks = -(-count // (_INT8_ROWS if matrix[FORMAT] == INT8 else _ROWS))
+    at_once = min(max(panels * blocks // (threads_of(team) * _PIECES), 1), _PANELS)
+    pieces = -(-panels // at_once)
     while True:
         piece = take(team)
         if piece >= blocks * pieces:
             return
         block, part = piece % blocks, piece // blocks
         first, end = count * block // blocks, count * (block + 1) // blocks
-        for panel in range(part * _PANELS, min((part + 1) * _PANELS, matrix[PANELS])):
-            weights = matrix[WEIGHTS] + panel * groups * _GROUP_BYTES[kind]
-            scales = matrix[SCALES] + panel * groups * _GROUP_SCALES[kind]
-            bias = matrix[BIAS] + panel * PANEL * 4
-            tiles = -(-(end - first) // MOST_ROWS)
-            for turn in range(tiles):
-                row = first + (end - first) * turn // tiles
-                rows = first + (end - first) * (turn + 1) // tiles - row
-                tile(
-                    kind,
-                    rows,
-                    (
-                        x[X] + (slot + row) * x[X_STRIDE],
-                        x[X_STRIDE],
-                        x[X_SUMS] + (slot + row) * x[SUMS_STRIDE],
-                        x[SUMS_STRIDE],
-                        x[X_SCALES] + (slot + row) * 4,
-                        weights,
-                        scales,
-                        bias,
-                        out + row * out_stride + panel * PANEL * 4,
-                        out_stride,
-                        add,
-                        groups,
-                    ),
-                )
+        to = out + first * out_stride
+        for panel in range(part * at_once, min((part + 1) * at_once, panels)):
+            _multiply_panel(
+                *(x, slot + first, end - first, matrix, panel, room, to, out_stride, add)
+            )

@@ -7,44 +7,63 @@ from typing import Any
 
 import numpy as np
 
+from stepahead.kernels.gemm import place_of
 from stepahead.kernels.jit import entry, inner
 from stepahead.kernels.memory import bytes_at, floats, from_half, int16s, int64s, to_half
 from stepahead.kernels.rows import GROUP_OF, UNIT
 from stepahead.kernels.team import meet, take
-from stepahead.kernels.tile import FLOAT16, FLOAT32, INT4, INT8, PANEL
+from stepahead.kernels.tile import FLOAT16, FLOAT32, GROUP, INT4, INT8, MULTIPLES, PANEL, SECTION
 
-Number = Any  # float32, in numpy's words or in numba's
+Number = Any  # in numpy's words or in numba's
 
 _MOST_INT8, _MOST_INT4 = 127, 15
+_INT8_COLUMNS = GROUP[INT8]
+_LEAST_UNIT = np.float32(
+    1e-35
+)  # of weights that are next to nothing; 1 / (127 units) must be finite
 _TRIALS, _TRIAL_LEVELS = 9, 0.25  # of the levels that a group's numbers are spread over, from 14 on
+_AS_GOOD_AS_WHOLE = 1e-4  # too little to move a level: a quotient's own rounding
 _AS_GOOD_AS_EQUAL = 1e-2  # of a group's distance, in steps squared: float16's own rounding
 
 
 @inner
-def _copy_float(kind: int, w: np.ndarray, out: int, channel: int, column: int, size: int) -> None:
-    place = column * PANEL + channel
+def _copy_float(kind: int, w: np.ndarray, out: int, channel: int, size: int) -> None:
     if kind == FLOAT32:
-        given = floats(out, (column + size) * PANEL)
+        given = floats(out, size * PANEL)
         for at in range(size):
-            given[place + at * PANEL] = w[at]
+            given[channel + at * PANEL] = w[at]
     else:
-        halves = int16s(out, (column + size) * PANEL)
+        halves = int16s(out, size * PANEL)
         for at in range(size):
-            halves[place + at * PANEL] = to_half(np.float32(w[at]))
+            halves[channel + at * PANEL] = to_half(np.float32(w[at]))
 
 
 @inner
-def _round_int8(w: np.ndarray, size: int, scale: np.ndarray, out: np.ndarray, channel: int) -> None:
+def _largest(w: np.ndarray, size: int) -> Number:
     most = np.float32(0)
     for at in range(size):
         most = max(most, abs(w[at]))
-    half = to_half(np.float32(most * np.float32(UNIT / _MOST_INT8)))
-    scale[channel] = half
-    step = from_half(half) / np.float32(UNIT)
+    return most
+
+
+@inner
+def _round_int8(
+    w: np.ndarray, size: int, unit: Number, multiples: np.ndarray, out: np.ndarray, channel: int
+) -> Number:
+    """Levels of the least multiple of `unit` that reaches the group's largest number; and the sum
+    of all of them without their signs, in units."""
+    per_level = np.float32(1) / (unit * np.float32(_MOST_INT8)) if unit > 0 else np.float32(0)
+    multiple = np.int64(np.ceil(_largest(w, size) * per_level - np.float32(_AS_GOOD_AS_WHOLE)))
+    multiple = min(max(multiple, 1), MULTIPLES)
+    multiples[channel] = multiple
+    step = unit * np.float32(multiple)
+    total = 0
     for at in range(size):
         level = np.rint(w[at] / step) if step > 0 else np.float32(0)
         level = min(max(level, np.float32(-_MOST_INT8)), np.float32(_MOST_INT8))
         out[(at // 2) * 2 * PANEL + 2 * channel + at % 2] = np.uint8(np.int64(level) & 255)
+        total += np.int64(abs(level)) * multiple
+    return total
 
 
 @inner
@@ -119,7 +138,33 @@ def _round_int4(w: np.ndarray, size: int, scale: np.ndarray, out: np.ndarray, ch
         out[place] |= np.uint8(bits << 4 if at % 4 >= 2 else bits)
 
 
-@entry("void(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64)")
+@inner
+def _pack_int8(
+    row: np.ndarray,
+    columns: int,
+    panel: int,
+    channel: int,
+    groups: int,
+    out: int,
+    scales: int,
+) -> int:
+    """One channel; and the largest sum of a section's levels without their signs, in its unit."""
+    unit = _largest(row, columns) / np.float32(_MOST_INT8 * MULTIPLES)
+    unit = unit if unit > _LEAST_UNIT else np.float32(0)
+    floats(scales + place_of(INT8, groups, panel, 0)[2], PANEL)[channel] = unit
+    most, section = 0, 0
+    for group in range(groups):
+        section = section if group % SECTION else 0
+        here = row[group * _INT8_COLUMNS : min((group + 1) * _INT8_COLUMNS, columns)]
+        at, beside, _ = place_of(INT8, groups, panel, group)
+        stored = bytes_at(out + at, _INT8_COLUMNS * PANEL)
+        multiples = bytes_at(scales + beside, PANEL)
+        section += _round_int8(here, len(here), unit, multiples, stored, channel)
+        most = max(most, section)
+    return most
+
+
+@entry("void(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64)")
 def pack(
     rank: int,
     team: int,
@@ -129,11 +174,15 @@ def pack(
     columns: int,
     groups: int,
     out: int,
-    out_bytes: int,
     scales: int,
-    scale_bytes: int,
+    sums: int,
 ) -> None:
-    """float32[channels, columns] into `out` and `scales`, all zero before; bytes are of a group."""
+    """float32[channels, columns] into `out` and `scales`, all zero before.
+
+    Of INT8, int64[panels] at `sums` becomes the largest sum of levels without their signs that a
+    section of one of the panel's channels has, in the channel's unit: by it activations are kept
+    so small that sums of products fit int32.
+    """
     size = GROUP_OF[kind]
     while True:
         panel = take(team)
@@ -141,30 +190,34 @@ def pack(
             break
         for channel in range(min(PANEL, channels - panel * PANEL)):
             row = floats(weight + (panel * PANEL + channel) * columns * 4, columns)
+            if kind == INT8:
+                most = _pack_int8(row, columns, panel, channel, groups, out, scales)
+                largest = int64s(sums, panel + 1)
+                largest[panel] = max(largest[panel], most)
+                continue
             for group in range(groups):
                 here = row[group * size : min((group + 1) * size, columns)]
-                place = panel * groups + group
-                at = out + place * out_bytes
-                if kind >= INT8:
-                    stored = bytes_at(at, out_bytes)
-                    scale = int16s(scales + place * scale_bytes, scale_bytes // 2)
-                    if kind == INT8:
-                        _round_int8(here, len(here), scale, stored, channel)
-                    else:
-                        _round_int4(here, len(here), scale, stored, channel)
+                at, beside, _ = place_of(kind, groups, panel, group)
+                if kind == INT4:
+                    stored = bytes_at(out + at, size * PANEL // 2)
+                    scale = int16s(scales + beside, 2 * PANEL)
+                    _round_int4(here, len(here), scale, stored, channel)
                 else:
-                    _copy_float(kind, here, at, channel, 0, len(here))
+                    _copy_float(kind, here, out + at, channel, len(here))
     meet(team)
 
 
 @inner
-def _level(kind: int, at: int, scales: int, column: int, channel: int) -> np.float32:
-    """A weight of an integer format: its group at `at`, its place in it `column`."""
+def _int8_value(at: int, multiples: int, units: int, column: int, channel: int) -> np.float32:
+    stored = bytes_at(at, (column + 2) * PANEL)
+    level = np.int8(stored[(column // 2) * 2 * PANEL + 2 * channel + column % 2])
+    step = floats(units, PANEL)[channel] * np.float32(bytes_at(multiples, PANEL)[channel])
+    return np.float32(level) * step
+
+
+@inner
+def _int4_value(at: int, scales: int, column: int, channel: int) -> np.float32:
     scale = from_half(int16s(scales, PANEL)[channel]) / np.float32(UNIT)
-    if kind == INT8:
-        stored = bytes_at(at, (column + 2) * PANEL)
-        level = stored[(column // 2) * 2 * PANEL + 2 * channel + column % 2]
-        return np.float32(np.int8(level)) * scale
     stored = bytes_at(at, (column // 4 + 1) * 2 * PANEL)
     pair = stored[(column // 4) * 2 * PANEL + 2 * channel + column % 2]
     bits = pair >> 4 if column % 4 >= 2 else pair & 15
@@ -178,32 +231,37 @@ def unpack(
     team: int,
     kind: int,
     channels: int,
+    total: int,
     count: int,
     columns: int,
     groups: int,
     weights: int,
-    group_bytes: int,
     scales: int,
     out: int,
 ) -> None:
-    """Of a packed matrix, the channels int64[count] at `channels` as float32[count, columns]."""
+    """Of a packed matrix of `total` channels, those named by int64[count] at `channels`, as
+    float32[count, columns]; NaN for one that is not there."""
     size = GROUP_OF[kind]
-    scale_bytes = 4 * PANEL if kind == INT4 else 2 * PANEL
     while True:
         row = take(team)
         if row >= count:
             break
         wanted = int64s(channels, count)[row]
         given = floats(out + row * columns * 4, columns)
+        there = 0 <= wanted < total
         for column in range(columns):
-            place = wanted // PANEL * groups + column // size
-            at, channel, inner_column = weights + place * group_bytes, wanted % PANEL, column % size
+            if not there:
+                given[column] = np.nan
+                continue
+            at, beside, units = place_of(kind, groups, wanted // PANEL, column // size)
+            at, beside, units = weights + at, scales + beside, scales + units
+            channel, inside = wanted % PANEL, column % size
             if kind == FLOAT32:
-                given[column] = floats(at, size * PANEL)[inner_column * PANEL + channel]
+                given[column] = floats(at, size * PANEL)[inside * PANEL + channel]
             elif kind == FLOAT16:
-                half = int16s(at, size * PANEL)[inner_column * PANEL + channel]
-                given[column] = from_half(half)
+                given[column] = from_half(int16s(at, size * PANEL)[inside * PANEL + channel])
+            elif kind == INT8:
+                given[column] = _int8_value(at, beside, units, inside, channel)
             else:
-                its = scales + place * scale_bytes
-                given[column] = _level(kind, at, its, inner_column, channel)
+                given[column] = _int4_value(at, beside, inside, channel)
     meet(team)

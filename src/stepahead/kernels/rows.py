@@ -12,7 +12,7 @@ from stepahead.kernels.jit import inner
 from stepahead.kernels.memory import floats, int16s, int32s, to_half
 from stepahead.kernels.tile import GROUP, INT4, INT8
 
-MOST = 32767  # of an activation in int16
+MOST = 32767  # of an activation in int16, at most
 UNIT = 1024.0  # scales of groups of weights are kept times this, so that float16 has room for them
 _SIGN = 0x7FFFFFFF
 _INFINITY = 0x7F800000
@@ -28,7 +28,8 @@ _LEAST_EXP, _MOST_EXP = -87.0, 88.0
 
 
 def exp(emit: Emitter, x: Value) -> Value:
-    """e to the x, in vectors of float32; 2 units in the last place. Below -87 it is 1.6e-38."""
+    """e to the x, in vectors of float32; 2 units in the last place.  Below -87 it is 1.6e-38, and
+    above 88 infinity."""
     builder, kind = emit.builder, x.type
 
     def same(value: float) -> Value:
@@ -36,7 +37,8 @@ def exp(emit: Emitter, x: Value) -> Value:
 
     low, high = same(_LEAST_EXP), same(_MOST_EXP)
     x = builder.select(builder.fcmp_ordered("<", x, low), low, x)
-    x = builder.select(builder.fcmp_ordered(">", x, high), high, x)
+    large = builder.fcmp_ordered(">", x, high)
+    x = builder.select(large, high, x)
     turns = emit.called(f"llvm.floor.v{kind.count}f32", kind, emit.fma(x, same(_LOG2_E), same(0.5)))
     rest = emit.fma(turns, same(-_LN2_HIGH), x)
     rest = emit.fma(turns, same(-_LN2_LOW), rest)
@@ -47,7 +49,8 @@ def exp(emit: Emitter, x: Value) -> Value:
     whole = emit.vector(I32, kind.count)
     bits = builder.add(builder.fptosi(turns, whole), ir.Constant(whole, [127] * kind.count))
     bits = builder.shl(bits, ir.Constant(whole, [23] * kind.count))
-    return builder.fmul(value, builder.bitcast(bits, kind))
+    value = builder.fmul(value, builder.bitcast(bits, kind))
+    return builder.select(large, same(float("inf")), value)
 
 
 def _gate(tanh: bool) -> Any:
@@ -108,9 +111,12 @@ def add_normed(x: int, weight: int, eps: float, out: int, count: int) -> None:
 
 
 @inner
-def prepare(kind: int, x: int, count: int, groups: int, out: int, sums: int, scale: int) -> None:
+def prepare(
+    kind: int, most: int, x: int, count: int, groups: int, out: int, sums: int, scale: int
+) -> None:
     """One row of activations as products with a matrix in format `kind` take it.
 
+    most   what its largest becomes in int16
     x      float32[count]
     out    float32 or int16 of `groups` whole groups; what is beyond `count` becomes 0
     sums   float32[groups] of what each group adds up to, for INT4
@@ -127,9 +133,10 @@ def prepare(kind: int, x: int, count: int, groups: int, out: int, sums: int, sca
             copy[at] = 0
         floats(scale, 1)[0] = 1
         return
-    _round(x, count, padded, out, scale)
+    _round(most, x, count, padded, out, scale)
     if kind != INT4:
         return
+    floats(scale, 1)[0] /= np.float32(UNIT)
     rounded, group_sums = int16s(out, padded), floats(sums, groups)
     for group in range(groups):
         total = np.int32(0)
@@ -142,7 +149,7 @@ GROUP_OF = np.array([GROUP[kind] for kind in range(4)])
 
 
 @inner
-def _round(x: int, count: int, padded: int, out: int, scale: int) -> None:
+def _round(whole: int, x: int, count: int, padded: int, out: int, scale: int) -> None:
     values, bits, rounded = floats(x, count), int32s(x, count), int16s(out, padded)
     most = np.int32(0)  # as bits: floats without a sign are in the order of their bits
     for at in range(count):
@@ -156,10 +163,10 @@ def _round(x: int, count: int, padded: int, out: int, scale: int) -> None:
         return
     int32s(scale, 1)[0] = most
     largest = floats(scale, 1)[0]
-    per_unit = np.float32(MOST) / largest
+    per_unit = np.float32(whole) / largest
     for at in range(count):
         rounded[at] = np.int16(np.rint(values[at] * per_unit))
-    floats(scale, 1)[0] = largest / np.float32(MOST) / np.float32(UNIT)
+    floats(scale, 1)[0] = largest / np.float32(whole)
 
 
 @inner

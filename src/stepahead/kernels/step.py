@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from stepahead.kernels.attend import attend
-from stepahead.kernels.gemm import FIELDS, FORMAT, GROUPS, multiply
+from stepahead.kernels.gemm import FIELDS, FORMAT, GROUPS, MOST_X, multiply
 from stepahead.kernels.jit import entry, inner
 from stepahead.kernels.memory import int64s
 from stepahead.kernels.rows import add_normed, gate, norm, prepare, rotate, store_finite
@@ -22,7 +22,8 @@ from stepahead.kernels.team import meet, take
 (DECODED, PAGES, PAGES_BYTES, LENGTHS, TABLES, OTHER_LENGTHS, STEP_FIELDS) = range(7, 14)
 # Memory between the parts of a layer, and how far its rows are apart:
 (QKV, QKV_BYTES, SEEN, SEEN_BYTES, GATED, GATED_BYTES, ADDED, ADDED_BYTES) = range(8)
-(INPUTS, INPUTS_BYTES, SUMS, SUMS_BYTES, INPUT_SCALES, X_BYTES, BUFFER_FIELDS) = range(8, 15)
+(INPUTS, INPUTS_BYTES, SUMS, SUMS_BYTES, INPUT_SCALES, WIDE_ROOM) = range(8, 14)
+(X_BYTES, BUFFER_FIELDS) = range(14, 16)
 # A model:
 (LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP, ACTIVATION, WINDOW) = range(8)
 # positions of a page, bytes of a number in one, and cosines and sines by position
@@ -32,13 +33,14 @@ from stepahead.kernels.team import meet, take
 _QKV, _O, _GATE_UP, _DOWN = range(4)
 _MATRICES = 4
 _MANY_ROWS = 4
+MOST_SCORES = 1 << 15  # of all heads of a row that are attended to at once
 LAYER_FIELDS = MATRICES + _MATRICES * FIELDS
 
 
 @inner
 def _inputs(buffers: np.ndarray) -> np.ndarray:
     """Activations as gemm.py wants them described."""
-    return buffers[INPUTS : INPUT_SCALES + 1]
+    return buffers[INPUTS : WIDE_ROOM + 1]
 
 
 @inner
@@ -46,7 +48,7 @@ def _prepare(slot: int, x: int, count: int, matrix: np.ndarray, buffers: np.ndar
     out = buffers[INPUTS] + slot * buffers[INPUTS_BYTES]
     sums = buffers[SUMS] + slot * buffers[SUMS_BYTES]
     scale = buffers[INPUT_SCALES] + slot * 4
-    prepare(matrix[FORMAT], x, count, matrix[GROUPS], out, sums, scale)
+    prepare(matrix[FORMAT], matrix[MOST_X], x, count, matrix[GROUPS], out, sums, scale)
 
 
 @inner
@@ -87,17 +89,15 @@ def _prepared(
     """All rows as inputs of a matrix.  A single row each thread prepares for itself, at its own
     slot, and waits for nobody."""
     own = step[SCRATCH] + rank * step[SCRATCH_BYTES]
-    if step[COUNT] == 1:
-        x, count = _row_for(part, 0, own, layer, eps, model, buffers, step[X_AT])
-        _prepare(rank, x, count, matrix, buffers)
-        return
-    while True:
-        row = take(team)
-        if row >= step[COUNT]:
-            break
+    # one place where a row is prepared: compiled twice, its bits could hang on what is beside it
+    alone = step[COUNT] == 1
+    row = 0 if alone else take(team)
+    while row < step[COUNT]:
         x, count = _row_for(part, row, own, layer, eps, model, buffers, step[X_AT])
-        _prepare(row, x, count, matrix, buffers)
-    meet(team)
+        _prepare(rank if alone else row, x, count, matrix, buffers)
+        row = 1 if alone else take(team)
+    if not alone:
+        meet(team)
 
 
 @inner
@@ -164,14 +164,21 @@ def _attended(
         if piece >= step[COUNT] * pieces:
             break
         row, first = piece // pieces, piece % pieces * together
-        head = first // group
+        head, heads = first // group, together
         table, end = _reads(row, step)
         begin = max(0, end - model[WINDOW]) if layer[WINDOWED] else 0
+        groups = 1
+        if together == group and (end - begin) * model[HEADS] <= MOST_SCORES:
+            # a short row in one go: its keys lie side by side, and memory is read as it lies
+            if first:
+                continue
+            groups = kv_heads
         shared = first * head_dim * 4
         attend(
             size,
             buffers[QKV] + row * buffers[QKV_BYTES] + shared,
-            together,
+            groups,
+            heads,
             head_dim,
             layer[KEYS] + head * head_dim * size,
             layer[VALUES] + head * head_dim * size,
@@ -216,15 +223,23 @@ def _normed(
 
 
 @inner
-def _made(part: int, layer: np.ndarray, step: np.ndarray, buffers: np.ndarray) -> tuple[int, int]:
-    """Where a matrix's product goes, and how far its rows are apart."""
+def _made(part: int, after: int, step: np.ndarray, buffers: np.ndarray) -> tuple[int, int, int]:
+    """Where a matrix's product goes, how far its rows are apart, and whether it is added there."""
     if part == _QKV:
-        return buffers[QKV], buffers[QKV_BYTES]
+        return buffers[QKV], buffers[QKV_BYTES], 0
     if part == _GATE_UP:
-        return buffers[GATED], buffers[GATED_BYTES]
-    if layer[AFTER if part == _O else MLP_AFTER]:
-        return buffers[ADDED], buffers[ADDED_BYTES]
-    return step[X_AT], buffers[X_BYTES]
+        return buffers[GATED], buffers[GATED_BYTES], 0
+    if after:
+        return buffers[ADDED], buffers[ADDED_BYTES], 0
+    return step[X_AT], buffers[X_BYTES], 1
+
+
+@inner
+def _after(part: int, layer: np.ndarray) -> int:
+    """The norm of a matrix's product before it is added to x; 0 where there is none."""
+    if part == _O:
+        return layer[AFTER]
+    return layer[MLP_AFTER] if part == _DOWN else 0
 
 
 @entry("void(int64, int64, int64[::1], int64[:, ::1], int64[::1], int64[::1], float64, float64)")
@@ -254,12 +269,11 @@ def layers(
             _placed(team, layer, eps, model, step, buffers)
             _attended(team, rank, layer, scale, model, step, buffers)
         _prepared(team, rank, part, matrix, layer, eps, model, step, buffers)
-        out, stride = _made(part, layer, step, buffers)
-        add = out == step[X_AT]
-        multiply(team, _inputs(buffers), slot, step[COUNT], matrix, out, stride, add)
+        after = _after(part, layer)
+        out, stride, add = _made(part, after, step, buffers)
+        multiply(team, rank, _inputs(buffers), slot, step[COUNT], matrix, out, stride, add)
         meet(team)
-        if out == buffers[ADDED]:
-            after = layer[AFTER if part == _O else MLP_AFTER]
+        if after:
             _added(team, after, eps, model, step, buffers)
     if step[LAST_NORM]:
         _normed(team, eps, model, step, buffers)
@@ -279,15 +293,13 @@ def linear(
     out_stride: int,
 ) -> None:
     """out = x W^T + b alone: float32 rows, strides in bytes; out's in whole panels."""
-    slot = rank if count == 1 else 0
-    if count == 1:
-        _prepare(slot, x, columns, matrix, buffers)
-    else:
-        while True:
-            row = take(team)
-            if row >= count:
-                break
-            _prepare(row, x + row * x_stride, columns, matrix, buffers)
+    alone = count == 1
+    row = 0 if alone else take(team)
+    while row < count:
+        _prepare(rank if alone else row, x + row * x_stride, columns, matrix, buffers)
+        row = 1 if alone else take(team)
+    if not alone:
         meet(team)
-    multiply(team, _inputs(buffers), slot, count, matrix, out, out_stride, 0)
+    slot = rank if alone else 0
+    multiply(team, rank, _inputs(buffers), slot, count, matrix, out, out_stride, 0)
     meet(team)

@@ -90,6 +90,12 @@ def take(team: int) -> int:
 
 
 @inner
+def threads_of(team: int) -> int:
+    """How many threads it has now."""
+    return _look(team + _THREADS)
+
+
+@inner
 def meet(team: int) -> None:
     """Wait until all threads have come here; then pieces are counted from 0 again."""
     threads = _look(team + _THREADS)

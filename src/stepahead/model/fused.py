@@ -14,6 +14,7 @@ import torch
 
 from stepahead.cache.pools import KVPool
 from stepahead.kernels import gemm, rows, step
+from stepahead.kernels.attend import scratch_floats
 from stepahead.kernels.emit import LANES
 from stepahead.kernels.gemm import Layout
 from stepahead.kernels.team import Team
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from stepahead.model.llama import Layer, Llama
 
 _ACTIVATIONS = {"silu": rows.SILU, "gelu_tanh": rows.GELU_TANH}
+_BAND = 256  # rows that go through all layers together
 _ROWS_AT_A_TIME = 64  # buffers grow by
 _TRIALS, _TRIAL_ROWS, _TRIAL_LAYERS = 6, 16, 6
 _CLEARLY = 0.9  # the host may be at work meanwhile
@@ -73,16 +75,19 @@ class FusedLayers:
         assert x.ndim == 2 and x.shape[1] == self._model.spec.hidden_size, "states are [T, hidden]"
         self._check_step(len(x), inputs, kv)
         x = x.contiguous()
-        if len(x) > self._room.count:
-            self._room = _Room(len(x), self._layouts, self._model, self._team)
+        most = min(len(x), _BAND)
+        if most > self._room.count:
+            self._room = _Room(most, self._layouts, self._model, self._team)
         self._look_at(kv)
         fields, held = self._step(x, inputs)
         fields[step.LAST_NORM] = 0 if norm is None else _floats_at(norm.weight)
-        self._team.run(
-            step.layers,
-            *(self._team.address, self._fields, self._matrices, self._room.fields, fields),
-            *(self._model.spec.rms_eps, self._scale),
-        )
+        # the rows of a chunk are in order: those that a band's see have been through all layers
+        for band in _bands(fields, x.shape[1] * 4):
+            self._team.run(
+                step.layers,
+                *(self._team.address, self._fields, self._matrices, self._room.fields, band),
+                *(self._model.spec.rms_eps, self._scale),
+            )
         del held
         return x
 
@@ -199,6 +204,30 @@ class FusedLayers:
         return fields, [cells, tables, lengths]
 
 
+def _bands(fields: np.ndarray, x_bytes: int) -> list[np.ndarray]:
+    """A step as some of up to _BAND rows each, one behind the other: what more rows leave between
+    two parts of a layer would not stay in the caches."""
+    count, decoded = int(fields[step.COUNT]), int(fields[step.DECODED])
+    bands = -(-count // _BAND)
+    if bands <= 1:
+        return [fields]
+    given = []
+    for at in range(bands):
+        first, end = count * at // bands, count * (at + 1) // bands
+        band, others = fields.copy(), max(first - decoded, 0)
+        band[step.COUNT] = end - first
+        band[step.X_AT] += first * x_bytes
+        band[step.DECODED] = min(max(decoded - first, 0), end - first)
+        band[step.PAGES] += first * fields[step.PAGES_BYTES]
+        for place, passed in (
+            *((step.CELLS, first), (step.POSITIONS, first), (step.LENGTHS, first)),
+            *((step.TABLES, others), (step.OTHER_LENGTHS, others)),
+        ):
+            band[place] += passed * 8
+        given.append(band)
+    return given
+
+
 def _lie_within(values: Tensor, least: int, end: int) -> bool:
     """Whether all of int64[n] are in range(least, end)."""
     assert values.dtype == torch.int64, "lengths, positions and cells are int64"
@@ -240,7 +269,7 @@ class _Room:
         spec = model.spec
         # as many slots as threads at least: they prepare a single row each for itself
         self.count = -(-max(count, team.threads) // _ROWS_AT_A_TIME) * _ROWS_AT_A_TIME
-        self._inputs = Inputs(self.count, layouts)
+        self._inputs = Inputs(self.count, layouts, team.threads)
         self.fields = self._inputs.fields
         seen = spec.num_heads * spec.head_dim
         widths = {
@@ -254,8 +283,12 @@ class _Room:
         for (field, width), held in zip(widths.items(), self._held, strict=True):
             self.fields[field], self.fields[field + 1] = held.ctypes.data, width * 4
         self.fields[step.X_BYTES] = spec.hidden_size * 4
-        longest = max(spec.max_len, spec.hidden_size, _in_panels(spec.intermediate_size))
-        self.scratch = np.empty((team.threads, longest + 4 * LANES), np.float32)
+        rows = spec.hidden_size, _in_panels(spec.intermediate_size)
+        group = spec.num_heads // spec.num_kv_heads
+        together = -(-step.MOST_SCORES // spec.num_heads), spec.num_heads
+        scores = scratch_floats(spec.max_len, group), scratch_floats(*together)
+        longest = max(*scores, *(row + 4 * LANES for row in rows))
+        self.scratch = np.empty((team.threads, longest), np.float32)
 
 
 def _in_panels(channels: int) -> int:
