@@ -142,9 +142,10 @@ class Worker:
 
     def run(self) -> None:
         """Returns after a shutdown; EOFError or BrokenPipeError when the host goes without one."""
-        while (plan := self._next_plan()) is not None:
-            self._step(plan)
-            self._tidy()
+        with self._executor.launching():
+            while (plan := self._next_plan()) is not None:
+                self._step(plan)
+                self._tidy()
         self._tell()
         self._output.close()  # the device is not taken away under a flight
         self._executor.close()

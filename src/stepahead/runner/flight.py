@@ -67,7 +67,9 @@ class StepBox:
     """What a step's operations leave for each other on the device; filled on the forward stream.
     `arrived` holds the hidden states that another stage has left, if one had to; `asked`:
     what the model is asked under drafts; `look`: what late rows are sampled from.  `begin` is
-    called, of the host, right before the model; then `masks` of late rows have been asked for."""
+    called, of the host, right before the model; then `masks` of late rows have been asked for.
+    `ends_dev` int64[r]: the place of each row's new token, where the slots are already as long as
+    after the step; valid until the next step's model."""
 
     arrived: list[Tensor] = field(default_factory=list)
     states_dev: Tensor | None = None
@@ -81,6 +83,7 @@ class StepBox:
     asked: Asked | None = None
     begin: Callable[[], None] = nothing
     masks: Masks | None = None
+    ends_dev: Tensor | None = None
 
 
 def made(value: T | None) -> T:
