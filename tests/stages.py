@@ -67,7 +67,7 @@ class StagesFlight:
 
     flights: tuple[RunnerFlight, ...]
 
-    unheard = False
+    may_wait = False
 
     def ready(self) -> bool:
         """Whether the last one has it."""

@@ -42,9 +42,9 @@ class InlineFlight:
             return True
 
     @property
-    def unheard(self) -> bool:
+    def may_wait(self) -> bool:
         """As a RunnerFlight's."""
-        return self._flight is not None and self._flight.unheard
+        return self._flight is not None and self._flight.may_wait
 
     def land(self) -> Result:
         """Waits, asleep, for this step's results; StepFailed if it or a step before it failed,
