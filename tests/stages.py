@@ -18,7 +18,8 @@ from stepahead.parallel.pipeline import ToyPart
 from stepahead.plan import Plan, Result, decode_plan, encode_plan
 from stepahead.runner.flight import RunnerFlight
 from stepahead.runner.hand_over import Links
-from stepahead.runner.runner import Model, Runner
+from stepahead.runner.model import Model
+from stepahead.runner.runner import Runner
 from stepahead.runner.spec import RunnerSpec
 
 
@@ -66,7 +67,7 @@ class StagesFlight:
 
     flights: tuple[RunnerFlight, ...]
 
-    unheard = False
+    may_wait = False
 
     def ready(self) -> bool:
         """Whether the last one has it."""

@@ -32,7 +32,7 @@ class ScriptedFlight:
     inner: Any
     action: str
 
-    unheard = False
+    may_wait = False
 
     def ready(self) -> bool:
         """Never, where the copy is blocked."""

@@ -57,7 +57,7 @@ class FakeFlight:
     ready_at_s: float
     action: str = ""
 
-    unheard = False
+    may_wait = False
 
     def ready(self) -> bool:
         return time.monotonic() >= self.ready_at_s

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -110,7 +112,7 @@ class UnheardFlight(FakeFlight):
     """A step that is there, but whose matchers take their time to hear of it."""
 
     landed: threading.Event | None = None
-    unheard = True
+    may_wait = True
 
     def land(self) -> Result:
         assert self.landed is not None
@@ -169,6 +171,19 @@ def test_an_answer_that_was_kept_back_is_told_before_it_leaves(
 def test_a_plan_that_is_not_there_keeps_no_answer_back(ends: tuple[Channel, Channel]) -> None:
     host, worker = ends
     one = Worker(worker, InlineExecutor(UnheardRunner()))
+    plan = one._next_plan()
+    assert plan is not None
+    one._step(plan)
+    assert host.wait(0)
+    assert decode_result(host.receive()[1]).step == 1
+
+
+def test_a_stage_keeps_no_answer_back(ends: tuple[Channel, Channel]) -> None:
+    """Its next forward begins when the stage before has ended its own, whenever that is."""
+    host, worker = ends
+    host.send(Kind.PLAN, encode_plan(msgspec.structs.replace(PLAN, step=2)))
+    stage = SimpleNamespace(is_last=True)
+    one = Worker(worker, InlineExecutor(UnheardRunner()), cast("Any", stage))
     plan = one._next_plan()
     assert plan is not None
     one._step(plan)

@@ -37,7 +37,7 @@ from stepahead.model.load import load
 from stepahead.model.packed import Quantization
 from stepahead.model.toy import LAYERS, ToyModel
 from stepahead.parallel.pipeline import ToyPart, layers_of, load_part
-from stepahead.runner.runner import Model
+from stepahead.runner.model import Model
 from stepahead.runner.spec import RunnerSpec
 from stepahead.scheduler.stop import Vocabulary
 from workloads import Workload

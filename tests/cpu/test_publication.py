@@ -46,7 +46,7 @@ class Told:
     """A flight that tells how often a waiting thread asks for the interpreter's lock, in ns."""
 
     step: int
-    unheard = False
+    may_wait = False
 
     def ready(self) -> bool:
         return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -123,8 +123,14 @@ def steps() -> list[Plan]:
     ]
 
 
+@pytest.mark.parametrize("kernels", [False, True])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_step_says_all_that_it_reads(depth: int) -> None:
+def test_a_step_says_all_that_it_reads(
+    depth: int, kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kernels:
+        monkeypatch.setattr("stepahead.runner.greedy._LARGE", 0)
+
     # rows and their wishes stay on the device for many steps, and each of them reads both
     def tokens(device: EagerDevice) -> list[list[int]]:
         runner = Runner(Watched(), device, replace(SPEC, depth=depth), 32)
@@ -144,6 +150,30 @@ def test_past_a_rows_pages_stands_the_padding_page() -> None:
     runner.launch(plan(1, [1], leaves=np.array([2], np.int32), joins=new, prefill=[(2, 1)]))
     runner.launch(plan(2, [1, 2]))
     assert model.inputs[2].decode_pages_dev.tolist() == [[1, 2, 3, 4], [11, 0, 0, 0]]
+
+
+@dataclass(frozen=True)
+class At:
+    """An event of the past."""
+
+    ns: int
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return
+
+    def at_ns(self) -> int:
+        return self.ns
+
+
+def test_only_behind_a_long_forward_may_an_answer_wait() -> None:
+    runner = Runner(Watched(), EagerDevice(), SPEC, 32)
+    flight = runner.launch(plan(0, [], joins=(join(1, [5], [1]),), prefill=[(1, 1)]))
+    assert flight.ready()
+    assert not replace(flight, start=At(7), end=At(3_000_007)).may_wait
+    assert replace(flight, start=At(7), end=At(10_000_007)).may_wait
 
 
 def test_without_rows_nothing_grows() -> None:

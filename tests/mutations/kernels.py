@@ -10,6 +10,7 @@ _ATTEND = "tests/cpu/test_kernels_attend.py::"
 _LINEAR = "tests/cpu/test_kernels_linear.py::"
 _FUSED = "tests/cpu/test_fused.py::"
 _GREEDY = "tests/cpu/test_greedy.py::"
+_DECODE = "tests/cpu/test_decode_kernels.py::"
 _TWIN = _GREEDY + "test_the_kernel_chooses_what_torch_does"
 
 MUTATIONS = [
@@ -573,5 +574,61 @@ MUTATIONS = [
         "(step.POSITIONS, first)",
         "(step.POSITIONS, 0)",
         _FUSED + "test_a_large_step_in_bands_is_the_same_to_the_bit",
+    ),
+    Mutation(
+        "a step's inputs are made and its slots stay as long as they were",
+        "a position that is written twice, and one never",
+        "kernels/decode.py",
+        "        length[0] += 1\n",
+        "        length[0] += 0\n",
+        _DECODE + "test_the_kernels_leave_what_torchs_operations_do",
+    ),
+    Mutation(
+        "a dead row's inputs go by its own slot",
+        "KV written after the end of a request, in pages of somebody else",
+        "kernels/decode.py",
+        "        position = int64s(step[LENGTHS] + 8 * seat, 1)[0]\n",
+        "        position = int64s(step[LENGTHS] + own, 1)[0]\n",
+        _DECODE + "test_the_kernels_leave_what_torchs_operations_do",
+    ),
+    Mutation(
+        "a page table keeps its width while rows grow",
+        "a row that does not see its newest page",
+        "runner/decode.py",
+        "        if count != self._count or width != self._width:\n",
+        "        if count != self._count:\n",
+        _DECODE + "test_the_kernels_leave_what_torchs_operations_do",
+    ),
+    Mutation(
+        "tokens that the host brings are looked for in the relay",
+        "the serial loop's rows find nothing, or what is old",
+        "runner/decode.py",
+        "        if not taken or step.route.tokens_dev is not None:\n",
+        "        if not taken:\n",
+        _DECODE + "test_the_kernels_leave_what_torchs_operations_do",
+    ),
+    Mutation(
+        "a token is taken and stays",
+        "a token that no step had left is read as one",
+        "kernels/decode.py",
+        "max(waiting[0], 0), GONE\n",
+        "max(waiting[0], 0), waiting[0]\n",
+        _DECODE + "test_a_token_is_taken_once_and_a_row_has_a_page",
+    ),
+    Mutation(
+        "rules of the step before end rows of this one",
+        "a living row is buried",
+        "runner/decode.py",
+        "fields[names.EOS] = fields[names.HEED] = fields[names.OWNS] = 0\n",
+        "fields[names.EOS] = fields[names.HEED] = 0\n",
+        _DECODE + "test_the_kernels_leave_what_torchs_operations_do",
+    ),
+    Mutation(
+        "a row's own stop token ends it from the start",
+        "min_tokens is not heeded on the device",
+        "kernels/decode.py",
+        "        if chosen[row] == token and ends[row] >= since:\n",
+        "        if chosen[row] == token:\n",
+        _DECODE + "test_the_kernels_leave_what_torchs_operations_do",
     ),
 ]

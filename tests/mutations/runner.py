@@ -358,4 +358,37 @@ MUTATIONS = [
         "    if False:\n",
         "tests/cpu/test_graphs.py::test_what_has_no_graph",
     ),
+    Mutation(
+        "a step that brings pages is staged as a steady one",
+        "rows that read the padding page where theirs begin",
+        "runner/stage.py",
+        "    differences = (plan.chunks, plan.joins, plan.grants, plan.leaves)\n",
+        "    differences = (plan.chunks, plan.joins, plan.leaves)\n",
+        "tests/cpu/test_parity_toy.py::test_every_client_hears_the_same[0]",
+    ),
+    Mutation(
+        "a steady step does not count its positions",
+        "bounds that are too low, and page tables that are too short",
+        "runner/stage.py",
+        "        rows, rows_dev = turn.rows, turn.rows_dev\n"
+        "        self._slots.computed[rows] += self._width\n",
+        "        rows, rows_dev = turn.rows, turn.rows_dev\n",
+        "tests/cpu/test_parity_toy.py::test_every_client_hears_the_same[0]",
+    ),
+    Mutation(
+        "an answer waits behind forwards of any length",
+        "tokens that come out late for nothing",
+        "runner/flight.py",
+        "        return self.end.at_ns() - self.start.at_ns() >= _LONG_NS\n",
+        "        return True\n",
+        "tests/cpu/test_runner.py::test_only_behind_a_long_forward_may_an_answer_wait",
+    ),
+    Mutation(
+        "a stage keeps an answer back until its next forward",
+        "tokens that wait for another stage",
+        "executor/worker.py",
+        "            if self._stage is None and flight.may_wait and self._channel.wait(0):\n",
+        "            if flight.may_wait and self._channel.wait(0):\n",
+        "tests/cpu/test_executor_worker.py::test_a_stage_keeps_no_answer_back",
+    ),
 ]

@@ -42,9 +42,9 @@ class InlineFlight:
             return True
 
     @property
-    def unheard(self) -> bool:
+    def may_wait(self) -> bool:
         """As a RunnerFlight's."""
-        return self._flight is not None and self._flight.unheard
+        return self._flight is not None and self._flight.may_wait
 
     def land(self) -> Result:
         """Waits, asleep, for this step's results; StepFailed if it or a step before it failed,
@@ -109,7 +109,9 @@ class InlineExecutor:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self.notes: tuple[str, ...] = getattr(runner, "notes", ())  # stand-ins have none
+        # stand-ins have neither
+        self.notes: tuple[str, ...] = getattr(runner, "notes", ())
+        self._launching = getattr(runner, "launching", contextlib.nullcontext)
         self._failed: tuple[int, StepFailed] | None = None  # the first step that failed, and why
         self.at_work = _AtWork(self._close_runner)
 
@@ -120,6 +122,10 @@ class InlineExecutor:
     def tell_begun(self, begun: Callable[[], None]) -> None:
         """From now on `begun` is called in each launch that comes as far as the model."""
         self._runner.tell_begun(begun)
+
+    def launching(self) -> contextlib.AbstractContextManager[object]:
+        """Around all launches of a thread that does nothing else; they are shorter within."""
+        return self._launching()
 
     def launch(self, plan: Plan) -> InlineFlight:
         """Returns when the runner's `launch` does; EngineClosed after `close`."""

@@ -135,16 +135,17 @@ class Worker:
         self._output = Aside("stepahead-output")
         self._last_ns = Pauses().last_ns
         self._held: tuple[Held, ...] = ()  # what held it up since the last step
-        # The answer of a step whose tokens matchers have to hear first: told in the shadow of the
-        # next step's forward, which then need not wait for that.
+        # An answer that may wait: told in the shadow of the next step's forward, which then need
+        # not wait for that.
         self._untold: Callable[[], None] | None = None
         executor.tell_begun(self._tell)
 
     def run(self) -> None:
         """Returns after a shutdown; EOFError or BrokenPipeError when the host goes without one."""
-        while (plan := self._next_plan()) is not None:
-            self._step(plan)
-            self._tidy()
+        with self._executor.launching():
+            while (plan := self._next_plan()) is not None:
+                self._step(plan)
+                self._tidy()
         self._tell()
         self._output.close()  # the device is not taken away under a flight
         self._executor.close()
@@ -162,7 +163,8 @@ class Worker:
         self._tell()  # where the launch failed before its model
         held, self._held = self._held, ()
         while self._output.idle and flight.ready():
-            if flight.unheard and self._channel.wait(0):  # the next plan is there
+            # a stage's next forward may begin much later than its plan comes
+            if self._stage is None and flight.may_wait and self._channel.wait(0):
                 self._untold = partial(self._answer_or_die, plan.step, flight, held)
                 return
             if self._answer(plan.step, flight, held) != "first":

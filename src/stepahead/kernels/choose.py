@@ -98,6 +98,14 @@ def _choose_allowed(logits: int, vocab: int, masks: int) -> int:
     return chosen
 
 
+@inner
+def chosen_of(logits: int, vocab: int, masks: int) -> int:
+    """Of one row, what `choose` chooses; `masks` is the address of its own words, or 0."""
+    if masks:
+        return _choose_allowed(logits, vocab, masks)
+    return _choose(logits, vocab)
+
+
 @entry("void(int64, int64, int64, int64, int64, int64, int64, int64)")
 def choose(
     logits: int, stride: int, vocab: int, rows: int, count: int, masks: int, words: int, out: int
@@ -112,8 +120,5 @@ def choose(
     chosen = int64s(out, count)
     for place in range(count):
         row = int64s(rows, count)[place] if rows else place
-        at = logits + 4 * stride * row
-        if masks:
-            chosen[place] = _choose_allowed(at, vocab, masks + 4 * words * place)
-        else:
-            chosen[place] = _choose(at, vocab)
+        own = masks + 4 * words * place if masks else 0
+        chosen[place] = chosen_of(logits + 4 * stride * row, vocab, own)

@@ -22,6 +22,8 @@ from stepahead.runner.verify import Asked
 from stepahead.sync import Cause, Held, Sync, SyncReason
 
 T = TypeVar("T")
+# A forward twenty times as long as what is done between two of them, ns.
+_LONG_NS = 5_000_000
 
 
 def nothing() -> None:
@@ -67,7 +69,9 @@ class StepBox:
     """What a step's operations leave for each other on the device; filled on the forward stream.
     `arrived` holds the hidden states that another stage has left, if one had to; `asked`:
     what the model is asked under drafts; `look`: what late rows are sampled from.  `begin` is
-    called, of the host, right before the model; then `masks` of late rows have been asked for."""
+    called, of the host, right before the model; then `masks` of late rows have been asked for.
+    `ends_dev` int64[r]: the place of each row's new token, where the slots are already as long as
+    after the step; valid until the next step's model."""
 
     arrived: list[Tensor] = field(default_factory=list)
     states_dev: Tensor | None = None
@@ -81,6 +85,7 @@ class StepBox:
     asked: Asked | None = None
     begin: Callable[[], None] = nothing
     masks: Masks | None = None
+    ends_dev: Tensor | None = None
 
 
 def made(value: T | None) -> T:
@@ -301,10 +306,13 @@ class RunnerFlight:
     _told: bool = False  # whether the first part was
 
     @property
-    def unheard(self) -> bool:
-        """Whether all of it is there, but that matchers have to hear of it, which `land` sees to,
-        or the next step does in the shadow of its forward."""
-        return self.late is not None and self.late.unheard
+    def may_wait(self) -> bool:
+        """Of one that is ready: whether all of it is there, and it is better landed in the shadow
+        of the next step's forward than before that: matchers have to hear of it first, or the
+        forwards are so long that its tokens are hardly later for it."""
+        if self.late is not None:
+            return self.late.unheard
+        return self.end.at_ns() - self.start.at_ns() >= _LONG_NS
 
     def ready(self) -> bool:
         """Whether `land` would return at once."""

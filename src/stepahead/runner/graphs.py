@@ -35,7 +35,7 @@ from stepahead.runner.slots import SlotState
 from stepahead.runner.verify import ask, verify_inputs
 
 if TYPE_CHECKING:
-    from stepahead.runner.runner import Model
+    from stepahead.runner.model import Model
 
 # names of static memory, for devices that check who touches what
 _INPUTS, _STATES, RESULTS = "graph inputs", "graph states", "graph results"

@@ -32,9 +32,14 @@ class Choose(Protocol):
         ...
 
 
+def worth_kernels(place: torch.device, vocab_size: int) -> bool:
+    """Whether kernels for what stands around a model are to be loaded."""
+    return place.type == "cpu" and vocab_size >= _LARGE
+
+
 def build_choose(place: torch.device, vocab_size: int) -> Choose:
     """The way that is fast at this place; what it needs is loaded when this returns."""
-    if place.type != "cpu" or vocab_size < _LARGE:
+    if not worth_kernels(place, vocab_size):
         return choose
     # compiled, or read from the cache, as it is imported, and not in the first step
     from stepahead.kernels.choose import choose as kernel

@@ -22,19 +22,18 @@ for that flight only.  Knows no users and no queues.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from stepahead.device.base import Device, Event, Stream, Work
-from stepahead.model.batch import StepInputs
 from stepahead.plan import Plan
 from stepahead.runner.arrival import Arrival, pulled_back, waits
 from stepahead.runner.counts import PenaltyCounts
+from stepahead.runner.decode import build_decode
 from stepahead.runner.draft import build_drafter
 from stepahead.runner.ends import eos_table
 from stepahead.runner.fence import Fence
@@ -54,12 +53,14 @@ from stepahead.runner.grammar import as_words
 from stepahead.runner.graphs import RESULTS, DecodeGraphs, capture_decode
 from stepahead.runner.hand_over import HandOver, Links, Sampled
 from stepahead.runner.hidden import HiddenDownload, PoolDownload
+from stepahead.runner.inference import inference
 from stepahead.runner.inputs import advance, build_inputs
 from stepahead.runner.keep import KeepAlive
 from stepahead.runner.late import LateSide, Pending
 from stepahead.runner.lengths import HostLengths
 from stepahead.runner.logprobs import LogprobDownload
 from stepahead.runner.marks import step_mark
+from stepahead.runner.model import Model
 from stepahead.runner.processor import load_processor
 from stepahead.runner.relay.choose import build_relay
 from stepahead.runner.sampling import Sampling
@@ -68,25 +69,8 @@ from stepahead.runner.spec import RunnerSpec
 from stepahead.runner.stage import SampledPart, Staged, StagedChanges, Stager
 from stepahead.runner.verify import Verifier
 
-
-class Model(Protocol):
-    """A decoder over paged KV memory.  It may also declare
-
-    fine_fence    True: no page table is read after the call has returned.  Else the fence is coarse
-    host_lengths  True: it wants `decode_bounds` to be exact.  Else upper bounds will do
-    """
-
-    def new_kv(self, num_pages: int, page_size: int) -> Any:
-        """Memory for the KV cells of `num_pages` pages."""
-        ...
-
-    def __call__(self, inputs: StepInputs, kv: Any) -> Tensor:
-        """Hidden states [T, hidden] of the step's tokens; writes their KV."""
-        ...
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """float32[R, vocab]."""
-        ...
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Runner:
@@ -137,20 +121,16 @@ class Runner:
         self._pending = Pending()
         self._begun: Callable[[], None] = nothing
         self._stager = Stager(
-            device,
-            spec,
-            self._slots,
-            self._relay,
-            self._counts,
-            self._keep,
-            eos_dev,
-            drafter,
-            self._late.bound,
-            loaded,
+            *(device, spec, self._slots, self._relay, self._counts, self._keep),
+            *(eos_dev, drafter, self._late.bound, loaded),
         )
         self._hand_over = (
             HandOver(device, spec, links, self._slots, self._relay) if links is not None else None
         )
+        # drafts and stages have inputs of their own kind
+        plain = self._verifier is None and links is None
+        sizes = spec.page_size, vocab_size
+        self._decode = build_decode(self._slots, self._relay, *sizes) if plain else None
         self._last = self._hand_over is None or self._hand_over.is_last
         self._sampling = Sampling(
             model.logits,
@@ -159,6 +139,7 @@ class Runner:
             self._counts,
             self._verifier,
             self._hand_over,
+            self._decode,
             self._lengths is not None,
         )
 
@@ -166,6 +147,11 @@ class Runner:
         """From now on `begun` is called in each launch, in its thread, when the model is next: what
         is set going then runs in the forward's shadow."""
         self._begun = begun
+
+    def launching(self) -> AbstractContextManager[object]:
+        """For a thread that does nothing but launch, around all of it: what each launch would enter
+        and leave."""
+        return inference()
 
     def now_ns(self) -> int:
         """The device's clock, on which all times in results are."""
@@ -455,10 +441,13 @@ class Runner:
     # --- on the device ----------------------------------------------------------------------
 
     def _run_model(self, staged: Staged, box: StepBox) -> None:
-        with torch.inference_mode():
+        with inference():
             self._take_over(staged.changes)
             step, verifier = staged.inputs, self._verifier
-            if verifier is None:
+            if self._decode is not None and step.chunk_tokens_dev is None:
+                inputs = self._decode.inputs(step)
+                box.ends_dev = self._decode.ends_dev
+            elif verifier is None:
                 inputs = build_inputs(step, self._slots, self._relay, self._spec.page_size)
             else:
                 box.asked = verifier.ask(step)
@@ -474,7 +463,7 @@ class Runner:
     def _pass_on(
         self, hand_over: HandOver, sampled: Sampled | None, staged: Staged, box: StepBox
     ) -> None:
-        with torch.inference_mode():
+        with inference():
             advance(staged.inputs, self._slots)
             hand_over.pass_on(staged.step, sampled, made(box.states_dev))
             box.states_dev = None

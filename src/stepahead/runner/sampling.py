@@ -19,6 +19,7 @@ from torch import Tensor
 
 from stepahead.plan import RowFailure
 from stepahead.runner.counts import PenaltyCounts
+from stepahead.runner.decode import DecodeKernels
 from stepahead.runner.ends import ended
 from stepahead.runner.flight import Look, PartBox, StepBox, made
 from stepahead.runner.grammar import apply_masks
@@ -26,6 +27,7 @@ from stepahead.runner.greedy import build_choose
 from stepahead.runner.hand_over import HandOver
 from stepahead.runner.hidden import state_sums
 from stepahead.runner.hooks import RowError
+from stepahead.runner.inference import inference
 from stepahead.runner.inputs import advance, advance_chunks
 from stepahead.runner.logprobs import describe, describe_hidden
 from stepahead.runner.relay import Relay
@@ -46,6 +48,7 @@ class Sampling:
         counts: PenaltyCounts,
         verifier: Verifier | None,
         hand_over: HandOver | None,
+        decode: DecodeKernels | None,
         follows_lengths: bool,
     ) -> None:
         """`follows_lengths`: the host wants the slots' lengths behind each step."""
@@ -56,17 +59,22 @@ class Sampling:
         self._counts = counts
         self._verifier = verifier
         self._hand_over = hand_over
+        self._decode = decode
         self._follows_lengths = follows_lengths
 
     def first(self, staged: Staged, box: StepBox, logits_dev: Tensor | None = None) -> None:
         """All rows but the late ones.  `logits_dev` float32[r, vocab] where they have been
         computed; changed in place."""
-        with torch.inference_mode():
+        with inference():
             states = made(box.states_dev)
-            if self._verifier is None:
-                advance(staged.inputs, self._slots)
-            else:
+            if staged.late is None and self._ends_at_once(staged.first, box):
+                logits = self._logits_of(states)
+                box.first.tokens_dev = self._end(staged, box, staged.first, logits)
+                return
+            if self._verifier is not None:
                 advance_chunks(staged.inputs, self._slots)
+            elif box.ends_dev is None:
+                advance(staged.inputs, self._slots)
             for score in staged.scores:
                 rows = states[score.first : score.first + score.count]
                 targets = score.targets_dev
@@ -98,16 +106,39 @@ class Sampling:
         grammars allow.  `known` as in `Masks`."""
         late = staged.late
         assert late is not None
-        with torch.inference_mode():
+        with inference():
             look = made(box.look)
             if legal_dev is not None:
                 box.asked = cut(made(box.asked), *legal_dev)
             masks = masks_dev.view(torch.int32)
+            if self._ends_at_once(late.part, box):
+                tokens = self._end(staged, box, late.part, look.logits_dev, masks)
+                box.late.tokens_dev, box.look = tokens, None
+                return
             self._sample(late.part, box.late, look, box.asked, masks, known)
             tokens = self._leave(staged, box, look)
             box.late.tokens_dev = late.part.pick(tokens)
             # or the logits of every step that is kept would be
             box.look = None
+
+    def _ends_at_once(self, part: SampledPart, box: StepBox) -> bool:
+        """Whether a kernel samples the part, which is all of the step, and leaves its tokens."""
+        return box.ends_dev is not None and part.takes_largest
+
+    def _end(
+        self,
+        staged: Staged,
+        box: StepBox,
+        part: SampledPart,
+        logits: Tensor,
+        masks_dev: Tensor | None = None,
+    ) -> Tensor:
+        """As `_look`, `_sample` and `_leave`; the tokens int64[r]."""
+        slots_dev, ends = staged.inputs.slots_dev, part.group.ends
+        tokens = made(self._decode).end(slots_dev, logits, masks_dev, ends)
+        box.states_dev = None
+        self._follow_lengths(box)
+        return tokens
 
     def _look(
         self, staged: Staged, box: StepBox, states: Tensor, logits: Tensor | None
@@ -120,7 +151,9 @@ class Sampling:
         if step.sampled_dev is not None:
             states = states[step.sampled_dev]
         logits = self._logits(states, box.asked) if logits is None else logits
-        if verifier is None:
+        if box.ends_dev is not None:
+            positions = box.ends_dev
+        elif verifier is None:
             positions = self._slots.length_dev.index_select(0, slots_dev)
         else:
             positions = verifier.positions(step, made(box.asked))
@@ -201,10 +234,13 @@ class Sampling:
         else:
             tokens = look.tokens_dev
             self._stash(staged, tokens, look.over_dev)
+        self._follow_lengths(box)
+        return tokens
+
+    def _follow_lengths(self, box: StepBox) -> None:
         if self._follows_lengths:
             # a copy: the next step may change them while the copy stream still reads
             box.lengths_dev = self._slots.length_dev.clone()
-        return tokens
 
     def _stash(self, staged: Staged, tokens: Tensor, over: Tensor | None) -> None:
         slots_dev = staged.inputs.slots_dev

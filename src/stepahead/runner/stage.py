@@ -7,6 +7,7 @@ for as long as they are the same.  Enqueues nothing but the copy.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,9 @@ class StagedChanges:
     entering: Any = None
 
 
+_NO_CHANGES = StagedChanges(None, None, (), ())
+
+
 @dataclass(frozen=True)
 class PromptScore:
     """A chunk whose prompt tokens want log-probabilities: its tokens first..first+count of the
@@ -74,6 +78,14 @@ class SampledPart:
     group: SampleGroup
     at: np.ndarray | None = None
     at_dev: Tensor | None = None
+
+    @cached_property
+    def takes_largest(self) -> bool:
+        """Whether it is all of a step's rows, and each takes its largest logit and brings no more
+        than that."""
+        group = self.group
+        extras = (group.logprob_rows_dev, group.hidden_rows_dev)
+        return self.at_dev is None and group.plain and extras == (None, None)
 
     @property
     def empty(self) -> bool:
@@ -163,6 +175,12 @@ class _Turn:
         self.group_block = _Standing(keep)
 
 
+def _is_steady(plan: Plan) -> bool:
+    """Whether it brings nothing but tokens."""
+    differences = (plan.chunks, plan.joins, plan.grants, plan.leaves)
+    return plan.same_rows and not any(map(len, differences))
+
+
 class Stager:
     """Takes plans in their order.  Knows slots, rows and wishes as of the newest one."""
 
@@ -215,20 +233,48 @@ class Stager:
         block = _Block(self._device.stage(plan.step))
         self.rejections.settle(self._slots.computed)
         turn = self._turns[plan.step % len(self._turns)]
+        if turn.parts is not None and _is_steady(plan):
+            return self._stage_steady(plan, turn, turn.parts, block)
         changes = self._stage_changes(plan, block)
         self._stage_rows(plan, turn, block)
         first, late = self._parts(plan, turn, block)
         inputs = self._stage_inputs(plan, turn, block)
         scores = self._prompt_scores(inputs, block) if self._scores else ()
         pools = self._prompt_pools(inputs) if self._scores else ()
+        return self._sent(plan.step, changes, inputs, (first, late), scores, pools, turn, block)
+
+    def _stage_steady(
+        self,
+        plan: Plan,
+        turn: _Turn,
+        parts: tuple[SampledPart, LateRows | None],
+        block: _Block,
+    ) -> Staged:
+        """As `stage`, where the step before of its turn differs by a position of each row."""
+        rows, rows_dev = turn.rows, turn.rows_dev
+        self._slots.computed[rows] += self._width
+        route = self._relay.route(rows, rows_dev, rows, plan.tokens, block.add)
+        inputs = StagedStep(rows_dev, rows, route, self._bounds(rows), rows, rows_dev)
+        return self._sent(plan.step, _NO_CHANGES, inputs, parts, (), (), turn, block)
+
+    def _sent(
+        self,
+        step: int,
+        changes: StagedChanges,
+        inputs: StagedStep,
+        parts: tuple[SampledPart, LateRows | None],
+        scores: tuple[PromptScore, ...],
+        pools: tuple[PromptPool, ...],
+        turn: _Turn,
+        block: _Block,
+    ) -> Staged:
         blocks = {*turn.rows_block.names, *turn.group_block.names}
         if block.count:
             block.staging.send()
             blocks.add(block.staging.name)
         names, sent = tuple(sorted(blocks)), block.count > 0
         positions = len(inputs.slots) + len(turn.rows) * (self._width - 1)
-        parts = (first, late, positions)
-        return Staged(plan.step, changes, inputs, *parts, scores, pools, names, sent)
+        return Staged(step, changes, inputs, *parts, positions, scores, pools, names, sent)
 
     def _stage_changes(self, plan: Plan, block: _Block) -> StagedChanges:
         for slot in plan.leaves.tolist():

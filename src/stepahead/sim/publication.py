@@ -45,7 +45,7 @@ class SubmitFlight:
     """A step that ends on a device at a time known beforehand."""
 
     result: Result
-    unheard = False
+    may_wait = False
 
     def ready(self) -> bool:
         """Whether it has ended."""
@@ -69,7 +69,7 @@ class SlowSubmit:
         self._rows = self._end_ns = 0
 
     def tell_begun(self, begun: Callable[[], None]) -> None:
-        """Nothing has to be told in a forward's shadow: nothing is unheard."""
+        """Nothing has to be told in a forward's shadow: nothing may wait."""
 
     def launch(self, plan: Plan) -> SubmitFlight:
         """Returns after `submit_ms`; the step runs from then on."""

@@ -12,7 +12,13 @@ Upload = Callable[[np.ndarray], Tensor]
 
 
 class Relay(Protocol):
-    """`route` runs on the host at launch, step by step; the others on the forward stream."""
+    """`route` runs on the host at launch, step by step; the others on the forward stream.
+
+    `waiting_dev` int64[num_slots]: where a slot's token waits, if stashing is no more than putting
+    it there, and resolving no more than taking it and leaving a negative number; else None.
+    """
+
+    waiting_dev: Tensor | None
 
     def route(
         self,
@@ -48,6 +54,8 @@ def last_of(tokens_dev: Tensor) -> Tensor:
 
 class NoRelay:
     """For the stages of a model that take hidden states instead of tokens."""
+
+    waiting_dev: Tensor | None = None
 
     def route(
         self,

@@ -43,6 +43,8 @@ class RowRelay:
     """`depth` steps back, from `lag` steps on.  `route` runs on the host at launch; the others on
     the forward stream."""
 
+    waiting_dev: Tensor | None = None
+
     def __init__(
         self,
         num_slots: int,

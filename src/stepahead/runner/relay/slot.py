@@ -35,6 +35,7 @@ class SlotRelay:
     def __init__(self, num_slots: int, check: bool, place: torch.device, width: int = 1) -> None:
         shape = shape_of(num_slots, width)
         self.tokens_dev = torch.full(shape, POISON, dtype=torch.int64, device=place)
+        self.waiting_dev: Tensor | None = self.tokens_dev if width == 1 else None
         self._check = check
 
     def route(
