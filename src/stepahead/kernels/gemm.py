@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from stepahead.kernels import tile as tiles
-from stepahead.kernels.jit import inner
+from stepahead.kernels.jit import inlined, inner
 from stepahead.kernels.team import take, threads_of
 from stepahead.kernels.tile import (
     GROUP,
@@ -32,8 +32,11 @@ X, X_STRIDE, X_SUMS, SUMS_STRIDE, X_SCALES, ROOM = range(6)
 _ROWS, _INT8_ROWS = 48, 96
 _PANELS = 4  # of one piece of work at most
 _INT8_COLUMNS = GROUP[INT8]
-_WIDE_STEP = 4 * PANEL  # bytes of INT8 that are a step of WIDE
-_PIECES = 8  # a thread should have: the last ones to come make the others wait
+# A step of WIDE: bytes of INT8, and steps of a group.
+_WIDE_STEP, _WIDE_STEPS = 4 * PANEL, _INT8_COLUMNS // 4
+# Pieces that a thread should have: the others wait for the last one.  With few rows memory is the
+# bound, which is read best in long pieces.
+_PIECES = 8
 _GROUP_BYTES, _SCALE_BYTES, _UNIT_BYTES = (
     np.array([sizes[kind] for kind in range(4)])
     for sizes in (tiles.GROUP_BYTES, tiles.SCALE_BYTES, tiles.UNIT_BYTES)
@@ -75,7 +78,7 @@ def place_of(kind: int, groups: int, panel: int, group: int) -> tuple[int, int, 
     return weights, scales + group * _SCALE_BYTES[kind], scales + groups * _SCALE_BYTES[kind]
 
 
-@inner
+@inlined
 def _multiply_panel(
     x: np.ndarray,
     slot: int,
@@ -89,23 +92,29 @@ def _multiply_panel(
 ) -> None:
     """A panel times `rows` rows of activations, section by section; `room` for one, or 0."""
     kind, groups = matrix[FORMAT], matrix[GROUPS]
-    section = SECTION if kind == INT8 else groups
+    section = min(SECTION, groups) if kind == INT8 else groups
     tiles = -(-rows // MOST_ROWS)
-    for begin in range(0, groups, section):
+    # a panel of one row is read in a quarter of a microsecond: no division without need
+    each = rows // tiles if tiles > 1 else rows
+    more = rows - each * tiles  # tiles that have a row more
+    step = _WIDE_STEP // (tiles - 1) if room else 0
+    begin = 0
+    while begin < groups:
         count = min(section, groups - begin)
         weights, scales, units = place_of(kind, groups, panel, begin)
         weights, scales = matrix[WEIGHTS] + weights, matrix[SCALES] + scales
         # Weights of what comes next are on their way while rows are multiplied: a little at a time,
         # for a burst would hold up the rows.
-        bytes_ahead = count * _GROUP_BYTES[kind]
+        ahead = weights + count * _GROUP_BYTES[kind]
+        row = 0
         for turn in range(tiles):
-            row = rows * turn // tiles
             format = kind
             if room:
                 format = WIDE if turn else WIDENED
+            some = each + (turn < more)
             tile(
                 format,
-                rows * (turn + 1) // tiles - row,
+                some,
                 (
                     x[X] + (slot + row) * x[X_STRIDE] + begin * _INT8_COLUMNS * 2,
                     x[X_STRIDE],
@@ -116,8 +125,8 @@ def _multiply_panel(
                     scales,
                     matrix[SCALES] + units,
                     room,
-                    weights + bytes_ahead + max(turn - 1, 0) * bytes_ahead // max(tiles - 1, 1),
-                    _WIDE_STEP // max(tiles - 1, 1),
+                    ahead,
+                    step,
                     matrix[BIAS] + (matrix[PANELS] if begin else panel) * PANEL * 4,
                     out + row * out_stride + panel * PANEL * 4,
                     out_stride,
@@ -125,6 +134,10 @@ def _multiply_panel(
                     count,
                 ),
             )
+            row += some
+            if turn:
+                ahead += count * _WIDE_STEPS * step
+        begin += count
 
 
 @inner
@@ -146,7 +159,9 @@ def multiply(
     wide = matrix[FORMAT] == INT8 and count > 2 * MOST_ROWS
     room = x[ROOM] + rank * ROOM_BYTES if wide else 0
     blocks = -(-count // (_INT8_ROWS if matrix[FORMAT] == INT8 else _ROWS))
-    at_once = min(max(panels * blocks // (threads_of(team) * _PIECES), 1), _PANELS)
+    at_once = _PANELS
+    if count > MOST_ROWS:
+        at_once = min(max(panels * blocks // (threads_of(team) * _PIECES), 1), _PANELS)
     pieces = -(-panels // at_once)
     while True:
         piece = take(team)

@@ -39,6 +39,11 @@ def inner(function: _Function) -> _Function:
     return _njit(**_OPTIONS)(function)
 
 
+def inlined(function: _Function) -> _Function:
+    """As `inner`, written out where it is called: for what is called once, with many arguments."""
+    return _njit(forceinline=True, **_OPTIONS)(function)
+
+
 def entry(signature: str) -> Callable[[_Function], _Function]:
     """A function that Python calls, of arguments that `signature` names in numba's words; it runs
     without the interpreter's lock.

@@ -47,6 +47,7 @@ ROOM_BYTES = SECTION * GROUP[INT8] * PANEL * 2
 MOST_ROWS = 6  # more sums than registers hold would go through memory
 _HALVES = 2  # vectors in a panel
 _INT4_MASK = 15
+_AHEAD = 2048  # bytes of INT8 that are on their way: with few rows memory is the bound
 
 _Sums = list[Value]  # of a tile's rows: for each, its vectors in order
 
@@ -80,6 +81,8 @@ def _int_columns(emit: Emitter, kind: int, rows: int, a: Value, lda: Value, w: V
 
     def some(index: Value, sums: list[Value]) -> list[Value]:
         weights = _int4_pairs(emit, w, index) if kind == INT4 else _int8_pair(emit, w, index)
+        if kind == INT8:
+            emit.fetch(emit.at(w, emit.times(index, 2 * PANEL), _AHEAD))
         return _add_pairs(emit, rows, emit.at(a, emit.times(index, 4 * pairs)), lda, weights, sums)
 
     none = [emit.zeros(emit.vector(I32))] * (rows * _HALVES)
