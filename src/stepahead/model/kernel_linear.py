@@ -21,7 +21,8 @@ from stepahead.model.layers import Linear
 FORMATS = {"none": FLOAT32, "float16": FLOAT16, "int8": INT8, "int4": INT4}
 _MOST_INT32 = 2**31 - 1
 _LINE = 64  # bytes that a vector of weights must not cross
-# Beyond these a weight, or the scale of a group, has no place in float16.
+# Beyond these a weight, or the scale of a group, has no place in float16, and in int8 a channel's
+# unit times a sum none in float32.
 _MOST = {"float16": 65504.0, "int8": 1e30, "int4": 65504.0 / UNIT}
 
 
@@ -125,7 +126,7 @@ class Inputs:
         sums = max(lay.groups for lay in layouts) * 4
         self._memory = np.empty(count * (row + sums + 4), np.uint8)
         at = self._memory.ctypes.data
-        self._wide = aligned(threads * ROOM_BYTES)
+        self._wide = aligned(threads * ROOM_BYTES if count else 0)
         self.fields = np.zeros(step.BUFFER_FIELDS, np.int64)
         self.fields[step.INPUTS], self.fields[step.INPUTS_BYTES] = at, row
         self.fields[step.SUMS], self.fields[step.SUMS_BYTES] = at + count * row, sums
