@@ -269,11 +269,6 @@ class EchoRunner:
         self._result = answer(plan)
         return self
 
-    unheard = False
-
-    def tell_begun(self, begun: Callable[[], None]) -> None:
-        """It has no model."""
-
     def ready(self) -> bool:
         return True
 

@@ -67,8 +67,6 @@ class StagesFlight:
 
     flights: tuple[RunnerFlight, ...]
 
-    may_wait = False
-
     def ready(self) -> bool:
         """Whether the last one has it."""
         return self.flights[-1].ready()

@@ -337,7 +337,9 @@ def _executor(
     if kind == "process":
         from stepahead.executor.process import ProcessExecutor
 
-        return ProcessExecutor(spec, worker=worker), time.perf_counter_ns
+        # where no plan comes while a step runs there is nothing to do beside it
+        beside = spec.device == "cpu" and spec.depth > 1
+        return ProcessExecutor(replace(spec, beside=beside), worker=worker), time.perf_counter_ns
     # torch comes with these: a host whose runner is a process of its own does without it
     from stepahead.executor.failures import decode_build_failure, encode_build_failure
     from stepahead.executor.inline import InlineExecutor

@@ -32,8 +32,6 @@ class ScriptedFlight:
     inner: Any
     action: str
 
-    may_wait = False
-
     def ready(self) -> bool:
         """Never, where the copy is blocked."""
         return self.action != "blocked"

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,8 +56,6 @@ class FakeFlight:
     ready_at_s: float
     action: str = ""
 
-    may_wait = False
-
     def ready(self) -> bool:
         return time.monotonic() >= self.ready_at_s
 
@@ -84,9 +81,6 @@ class FakeRunner:
     def __init__(self, script: dict[int, str], late_s: list[float]) -> None:
         self._script = script
         self._late_s = late_s or [0.0]
-
-    def tell_begun(self, begun: Callable[[], None]) -> None:
-        """It has no model."""
 
     def launch(self, plan: Plan) -> FakeFlight:
         action, _, value = self._script.get(plan.step, "").partition(" ")

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any, cast
+from collections.abc import Iterator
 
 import msgspec
 import numpy as np
 import pytest
-from executor_fakes import FakeFlight, FakeRunner, answer
+from executor_fakes import FakeRunner, answer
 
 from stepahead.executor.channel import Channel, Kind, open_channel
 from stepahead.executor.inline import InlineExecutor
@@ -20,7 +16,6 @@ from stepahead.plan import (
     NO_INTS,
     Control,
     Plan,
-    Result,
     decode_result,
     encode_control,
     encode_plan,
@@ -105,87 +100,3 @@ def test_a_plan_that_is_there_goes_before_a_collection_that_can_wait(
     worker.receive()
     one._tidy()
     assert len(one._held) == 1
-
-
-@dataclass
-class UnheardFlight(FakeFlight):
-    """A step that is there, but whose matchers take their time to hear of it."""
-
-    landed: threading.Event | None = None
-    may_wait = True
-
-    def land(self) -> Result:
-        assert self.landed is not None
-        self.landed.set()
-        return super().land()
-
-
-class UnheardRunner(FakeRunner):
-    """Its forwards last until the step before has landed; step `fails` comes to none."""
-
-    def __init__(self, fails: int = 0) -> None:
-        super().__init__({}, [])
-        self._fails = fails
-        self._before: threading.Event | None = None
-
-    def tell_begun(self, begun: Callable[[], None]) -> None:
-        self._begun = begun
-
-    def launch(self, plan: Plan) -> FakeFlight:
-        if plan.step == self._fails:
-            raise RuntimeError("no forward today")
-        self._begun()
-        assert self._before is None or self._before.wait(60)
-        self._before = threading.Event()
-        return UnheardFlight(plan, 0.0, landed=self._before)
-
-
-@pytest.mark.parametrize("fails", [0, 2, 3])
-def test_what_matchers_have_yet_to_hear_is_told_while_the_next_forward_runs(
-    ends: tuple[Channel, Channel], fails: int
-) -> None:
-    """In order, also where the next launch fails before its forward."""
-    host, worker = ends
-    for step in (2, 3):
-        host.send(Kind.PLAN, encode_plan(msgspec.structs.replace(PLAN, step=step)))
-    host.send(Kind.CONTROL, encode_control(Control("shutdown")))
-    Worker(worker, InlineExecutor(UnheardRunner(fails))).run()
-    results = []
-    while host.wait(0):
-        results.append(decode_result(host.receive()[1]))
-    assert [result.step for result in results] == [1, 2, 3]
-    failed = [bool(fails) and step >= fails for step in (1, 2, 3)]
-    assert [bool(result.error) for result in results] == failed
-
-
-def test_an_answer_that_was_kept_back_is_told_before_it_leaves(
-    ends: tuple[Channel, Channel],
-) -> None:
-    host, worker = ends
-    host.send(Kind.CONTROL, encode_control(Control("shutdown")))
-    Worker(worker, InlineExecutor(UnheardRunner())).run()
-    assert host.wait(0)
-    assert decode_result(host.receive()[1]).step == 1
-
-
-def test_a_plan_that_is_not_there_keeps_no_answer_back(ends: tuple[Channel, Channel]) -> None:
-    host, worker = ends
-    one = Worker(worker, InlineExecutor(UnheardRunner()))
-    plan = one._next_plan()
-    assert plan is not None
-    one._step(plan)
-    assert host.wait(0)
-    assert decode_result(host.receive()[1]).step == 1
-
-
-def test_a_stage_keeps_no_answer_back(ends: tuple[Channel, Channel]) -> None:
-    """Its next forward begins when the stage before has ended its own, whenever that is."""
-    host, worker = ends
-    host.send(Kind.PLAN, encode_plan(msgspec.structs.replace(PLAN, step=2)))
-    stage = SimpleNamespace(is_last=True)
-    one = Worker(worker, InlineExecutor(UnheardRunner()), cast("Any", stage))
-    plan = one._next_plan()
-    assert plan is not None
-    one._step(plan)
-    assert host.wait(0)
-    assert decode_result(host.receive()[1]).step == 1

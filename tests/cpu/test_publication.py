@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,7 +45,6 @@ class Told:
     """A flight that tells how often a waiting thread asks for the interpreter's lock, in ns."""
 
     step: int
-    may_wait = False
 
     def ready(self) -> bool:
         return True
@@ -56,9 +54,6 @@ class Told:
 
 
 class Telling:
-    def tell_begun(self, begun: Callable[[], None]) -> None:
-        pass
-
     def launch(self, plan: Plan) -> Told:
         return Told(plan.step)
 

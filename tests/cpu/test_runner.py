@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from stepahead.device.eager import EagerDevice
 from stepahead.model.batch import StepInputs
 from stepahead.model.toy import ToyModel
 from stepahead.plan import NO_INTS, Join, Plan
+from stepahead.runner.flight import Once
 from stepahead.runner.runner import Runner
 from stepahead.runner.spec import RunnerSpec
 from stepahead.types import SamplingParams
@@ -152,30 +154,6 @@ def test_past_a_rows_pages_stands_the_padding_page() -> None:
     assert model.inputs[2].decode_pages_dev.tolist() == [[1, 2, 3, 4], [11, 0, 0, 0]]
 
 
-@dataclass(frozen=True)
-class At:
-    """An event of the past."""
-
-    ns: int
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        return
-
-    def at_ns(self) -> int:
-        return self.ns
-
-
-def test_only_behind_a_long_forward_may_an_answer_wait() -> None:
-    runner = Runner(Watched(), EagerDevice(), SPEC, 32)
-    flight = runner.launch(plan(0, [], joins=(join(1, [5], [1]),), prefill=[(1, 1)]))
-    assert flight.ready()
-    assert not replace(flight, start=At(7), end=At(3_000_007)).may_wait
-    assert replace(flight, start=At(7), end=At(10_000_007)).may_wait
-
-
 def test_without_rows_nothing_grows() -> None:
     model = Watched()
     runner = Runner(model, EagerDevice(), SPEC, 32)
@@ -245,3 +223,29 @@ def test_a_step_that_samples_nothing_lets_tokens_be_found_after_it(relay: str) -
     first = int(logits_of(state_of(np.array([5, 6])), 32).argmax())
     second = int(logits_of(state_of(np.array([5, 6, first])), 32).argmax())
     assert found == [[first], [], [second]]
+
+
+def test_what_is_called_once_is_over_for_whoever_comes_second() -> None:
+    begun, may_end, order = threading.Event(), threading.Event(), list[str]()
+
+    def fn() -> None:
+        begun.set()
+        assert may_end.wait(60)
+        order.append("called")
+
+    once = Once(fn)
+
+    def second() -> None:
+        once()
+        order.append("went on")
+
+    first, other = threading.Thread(target=once), threading.Thread(target=second)
+    first.start()
+    assert begun.wait(60)
+    other.start()
+    other.join(0.05)
+    may_end.set()
+    first.join(60)
+    other.join(60)
+    once()
+    assert order == ["called", "went on"]

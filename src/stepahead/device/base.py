@@ -190,6 +190,11 @@ class Device(Protocol):
         """
         ...
 
+    def long_next(self) -> None:
+        """Said on the forward stream: what comes next takes long, and no interpreter.  A device of
+        the host's own cores wakes now who waits for its events."""
+        ...
+
     def now_ns(self) -> int:
         """Monotonic nanoseconds on the host's clock."""
         ...

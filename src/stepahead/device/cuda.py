@@ -364,6 +364,9 @@ class CudaDevice:
 
     # --- the rest -----------------------------------------------------------------------------
 
+    def long_next(self) -> None:
+        """Nobody sleeps for its sake."""
+
     def now_ns(self) -> int:
         """CLOCK_MONOTONIC, which all processes of a machine share."""
         return time.perf_counter_ns()

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stepahead.device.base import Event, Graph, Stream, Work
+from stepahead.device.base import Event, Graph, HostArray, Staging, Stream, Work
 from stepahead.device.side import SideThread
 from stepahead.sync import SyncReason, Waited
 
@@ -123,7 +123,7 @@ class EagerDevice:
         self._waited.clear()
         return waited
 
-    def stage(self, step: int) -> _Direct:
+    def stage(self, step: int) -> Staging:
         """Copies as int64; the plan's own memory is not kept."""
         return _Direct(f"staging {step}")
 
@@ -135,7 +135,7 @@ class EagerDevice:
         """A thread, which leaves the one that calls it the time to come to its forward."""
         return SideThread(name=name, pause_s=_PAUSE_S)
 
-    def download(self, source: Callable[[], Tensor], name: str) -> _Here:
+    def download(self, source: Callable[[], Tensor], name: str) -> HostArray:
         """The tensor itself: results are never written again."""
         return _Here(source())
 
@@ -145,6 +145,9 @@ class EagerDevice:
     def capture(self, first: Callable[[], None], rest: Callable[[], None]) -> Graph | None:
         """The functions, called anew each time; nothing would be gained by more."""
         return _Again(first, rest)
+
+    def long_next(self) -> None:
+        """Nobody waits: events have passed when they are recorded."""
 
     def now_ns(self) -> int:
         """CLOCK_MONOTONIC, which all processes of a machine share."""

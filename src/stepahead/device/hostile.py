@@ -279,6 +279,9 @@ class HostileDevice:
         self._clocks.check_idle("a graph is captured")
         return HostileGraph(self._launch, capture(first, rest))
 
+    def long_next(self) -> None:
+        """Nobody sleeps for its sake."""
+
     def now_ns(self) -> int:
         """The virtual clock, at the host; asking takes no time."""
         return self._time.host_ns

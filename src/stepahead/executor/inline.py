@@ -41,11 +41,6 @@ class InlineFlight:
             self._executor.fail(self._step, error)
             return True
 
-    @property
-    def may_wait(self) -> bool:
-        """As a RunnerFlight's."""
-        return self._flight is not None and self._flight.may_wait
-
     def land(self) -> Result:
         """Waits, asleep, for this step's results; StepFailed if it or a step before it failed,
         EngineClosed after `close`, which has taken the device away."""
@@ -118,10 +113,6 @@ class InlineExecutor:
     def now_ns(self) -> int:
         """The clock of the times in results."""
         return self._runner.now_ns()
-
-    def tell_begun(self, begun: Callable[[], None]) -> None:
-        """From now on `begun` is called in each launch that comes as far as the model."""
-        self._runner.tell_begun(begun)
 
     def launching(self) -> contextlib.AbstractContextManager[object]:
         """Around all launches of a thread that does nothing else; they are shorter within."""

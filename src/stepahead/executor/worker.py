@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 
@@ -135,10 +134,6 @@ class Worker:
         self._output = Aside("stepahead-output")
         self._last_ns = Pauses().last_ns
         self._held: tuple[Held, ...] = ()  # what held it up since the last step
-        # An answer that may wait: told in the shadow of the next step's forward, which then need
-        # not wait for that.
-        self._untold: Callable[[], None] | None = None
-        executor.tell_begun(self._tell)
 
     def run(self) -> None:
         """Returns after a shutdown; EOFError or BrokenPipeError when the host goes without one."""
@@ -146,7 +141,6 @@ class Worker:
             while (plan := self._next_plan()) is not None:
                 self._step(plan)
                 self._tidy()
-        self._tell()
         self._output.close()  # the device is not taken away under a flight
         self._executor.close()
 
@@ -160,24 +154,13 @@ class Worker:
 
     def _step(self, plan: Plan) -> None:
         flight = self._executor.launch(plan)
-        self._tell()  # where the launch failed before its model
         held, self._held = self._held, ()
         while self._output.idle and flight.ready():
-            # a stage's next forward may begin much later than its plan comes
-            if self._stage is None and flight.may_wait and self._channel.wait(0):
-                self._untold = partial(self._answer_or_die, plan.step, flight, held)
-                return
             if self._answer(plan.step, flight, held) != "first":
                 return
             self._executor.finish()
         self._output.put(partial(self._answer_or_die, plan.step, flight, held))
         self._executor.finish()
-
-    def _tell(self) -> None:
-        """What was put off goes to the output thread."""
-        untold, self._untold = self._untold, None
-        if untold is not None:
-            self._output.put(untold)
 
     def _tidy(self) -> None:
         """Collects garbage while it is the host's turn; when long due, whoever's turn it is."""

@@ -7,6 +7,7 @@ from importlib import import_module
 import torch
 
 from stepahead.device.base import Device
+from stepahead.device.beside import BesideDevice
 from stepahead.device.eager import EagerDevice
 from stepahead.runner.hand_over import Links
 from stepahead.runner.runner import Runner
@@ -36,4 +37,4 @@ def build_device(spec: RunnerSpec) -> Device:
         from stepahead.device.hostile import HostileDevice
 
         return HostileDevice(spec.device_seed, spec.depth)
-    return EagerDevice()
+    return BesideDevice() if spec.beside else EagerDevice()

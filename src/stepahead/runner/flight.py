@@ -22,12 +22,23 @@ from stepahead.runner.verify import Asked
 from stepahead.sync import Cause, Held, Sync, SyncReason
 
 T = TypeVar("T")
-# A forward twenty times as long as what is done between two of them, ns.
-_LONG_NS = 5_000_000
 
 
 def nothing() -> None:
     """For who is to be told nothing."""
+
+
+class Once:
+    """A call made once, by whoever comes first; who comes second returns when it is over."""
+
+    def __init__(self, fn: Callable[[], None] = nothing) -> None:
+        self._fn = fn
+        self._lock = threading.Lock()
+
+    def __call__(self) -> None:
+        with self._lock:
+            fn, self._fn = self._fn, nothing  # what it holds is let go
+            fn()
 
 
 @dataclass
@@ -69,7 +80,8 @@ class StepBox:
     """What a step's operations leave for each other on the device; filled on the forward stream.
     `arrived` holds the hidden states that another stage has left, if one had to; `asked`:
     what the model is asked under drafts; `look`: what late rows are sampled from.  `begin` is
-    called, of the host, right before the model; then `masks` of late rows have been asked for.
+    called before the model, or when that has been launched; then `masks` of late rows have been
+    asked for.
     `ends_dev` int64[r]: the place of each row's new token, where the slots are already as long as
     after the step; valid until the next step's model."""
 
@@ -83,7 +95,7 @@ class StepBox:
     drafts_dev: Tensor | None = None
     prompts: list[LogprobTensors] = field(default_factory=list)
     asked: Asked | None = None
-    begin: Callable[[], None] = nothing
+    begin: Once = field(default_factory=Once)
     masks: Masks | None = None
     ends_dev: Tensor | None = None
 
@@ -169,11 +181,6 @@ class Heard:
         """What `hear` does, once."""
         self._hear = hear
 
-    @property
-    def mine(self) -> bool:
-        """Whether nobody has heard them yet who could."""
-        return self.point is None and self._hear is not nothing
-
     def ready(self) -> bool:
         """Whether `wait` sleeps for nobody."""
         return self.point is None or self.point.done()
@@ -237,11 +244,6 @@ class LateFlight:
         """They can't be sampled."""
         self._error = error
 
-    @property
-    def unheard(self) -> bool:
-        """Whether they are there, and whoever lands them has the matchers hear them first."""
-        return self.queued and self._heard.mine
-
     def ready(self) -> bool:
         """Whether they have landed, and been heard, or can be at once."""
         return self._landing is not None and self._landing.event.done() and self._heard.ready()
@@ -304,15 +306,6 @@ class RunnerFlight:
     runs: Callable[[np.ndarray], None] | None = None
     late: LateFlight | None = None
     _told: bool = False  # whether the first part was
-
-    @property
-    def may_wait(self) -> bool:
-        """Of one that is ready: whether all of it is there, and it is better landed in the shadow
-        of the next step's forward than before that: matchers have to hear of it first, or the
-        forwards are so long that its tokens are hardly later for it."""
-        if self.late is not None:
-            return self.late.unheard
-        return self.end.at_ns() - self.start.at_ns() >= _LONG_NS
 
     def ready(self) -> bool:
         """Whether `land` would return at once."""

@@ -21,7 +21,6 @@ for that flight only.  Knows no users and no queues.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -42,12 +41,12 @@ from stepahead.runner.flight import (
     LateFlight,
     Masks,
     Nothing,
+    Once,
     PartBox,
     PartDownload,
     RunnerFlight,
     StepBox,
     made,
-    nothing,
 )
 from stepahead.runner.grammar import as_words
 from stepahead.runner.graphs import RESULTS, DecodeGraphs, capture_decode
@@ -119,7 +118,6 @@ class Runner:
         loaded = load_processor(spec.processor, vocab_size, place) if last else None
         self._late = LateSide(device, spec, vocab_size, loaded is not None and loaded.waits)
         self._pending = Pending()
-        self._begun: Callable[[], None] = nothing
         self._stager = Stager(
             *(device, spec, self._slots, self._relay, self._counts, self._keep),
             *(eos_dev, drafter, self._late.bound, loaded),
@@ -142,11 +140,6 @@ class Runner:
             self._decode,
             self._lengths is not None,
         )
-
-    def tell_begun(self, begun: Callable[[], None]) -> None:
-        """From now on `begun` is called in each launch, in its thread, when the model is next: what
-        is set going then runs in the forward's shadow."""
-        self._begun = begun
 
     def launching(self) -> AbstractContextManager[object]:
         """For a thread that does nothing but launch, around all of it: what each launch would enter
@@ -187,7 +180,7 @@ class Runner:
         self._write_pages(staged)
         device.wait(Stream.FORWARD, device.record(Stream.SCHEDULE))
         box, due = StepBox(), None
-        box.begin = partial(self._begin, staged, box)
+        box.begin = Once(partial(self._begin, staged, box))
         if self._hand_over is not None:
             due = self._hand_over.arrive(plan, staged, box.arrived)
         start = device.record(Stream.FORWARD)
@@ -222,10 +215,8 @@ class Runner:
     def _begin(self, staged: Staged, box: StepBox) -> None:
         """Nothing but the model is left to be launched: a thread beside fights with this one for
         the interpreter no longer."""
-        box.begin = nothing
         if staged.late is not None and self._last:
             box.masks = self._late.masks(staged.late)
-        self._begun()
 
     # --- late rows --------------------------------------------------------------------------
 
@@ -455,6 +446,7 @@ class Runner:
             if box.arrived:
                 inputs = replace(inputs, states_dev=box.arrived.pop())
             box.begin()
+            self._device.long_next()
             states = self._model(inputs, self._kv)
             if verifier is not None:
                 states = verifier.spread(made(box.asked), states)

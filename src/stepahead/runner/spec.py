@@ -15,6 +15,7 @@ class RunnerSpec:
     factory    "module:function" that is called with `options` and returns the model
     options    keyword arguments for it, plain values only
     device     cpu, cuda or hostile
+    beside     whether the CPU's forwards have a thread beside the one that launches
     max_rows   most decode rows of a step
     num_slots  slot 0 is padding; `num_pages` counts the padding page 0
     max_pages  page-table entries of a slot
@@ -37,6 +38,7 @@ class RunnerSpec:
     options: dict[str, Any] = field(default_factory=dict)
     device: str = "cpu"
     device_seed: int = 0
+    beside: bool = False
     max_rows: int = 1
     num_slots: int = 2
     num_pages: int = 2

@@ -45,7 +45,6 @@ class SubmitFlight:
     """A step that ends on a device at a time known beforehand."""
 
     result: Result
-    may_wait = False
 
     def ready(self) -> bool:
         """Whether it has ended."""
@@ -67,9 +66,6 @@ class SlowSubmit:
         self._submit_s = submit_ms / 1e3
         self._forward_ns = round(forward_ms * 1e6)
         self._rows = self._end_ns = 0
-
-    def tell_begun(self, begun: Callable[[], None]) -> None:
-        """Nothing has to be told in a forward's shadow: nothing may wait."""
 
     def launch(self, plan: Plan) -> SubmitFlight:
         """Returns after `submit_ms`; the step runs from then on."""
