@@ -1,4 +1,5 @@
-"""Engines around the toy: any loop and depth, on the cpu, on the hostile device, or on paper.
+"""Engines around the toy: any loop and depth, on the cpu, beside it, on the hostile device, or on
+paper.
 
 Loads no torch until an engine on a real device is asked for.
 """
@@ -68,7 +69,7 @@ def toy_of(options: dict[str, Any]) -> Toy:
 def resolved(options: dict[str, Any], variant: Variant) -> Resolved:
     """The effective configuration of a workload's options on a variant."""
     settings = {name: value for name, value in options.items() if name != "vocab_size"}
-    device = "cpu" if variant.device == "paper" else variant.device
+    device = "cpu" if variant.device in ("paper", "beside") else variant.device
     config = config_from(
         "toy",
         settings
@@ -183,6 +184,13 @@ def inline(settled: Resolved, variant: Variant = ORACLE) -> Executor:
         modes = HostileModes(**MODES[variant.mode], fail_at=variant.fail_at or None)
         devices = stage_devices(spec, variant.device == "hostile", modes)
         return InlineExecutor(stages_runner(spec, devices))
+    if variant.device == "beside":
+        from beside import ChangingDevice
+
+        toy = ToyModel(**spec.options)
+        return InlineExecutor(
+            Runner(toy, ChangingDevice(variant.device_seed), spec, toy.vocab_size)
+        )
     if variant.device != "hostile":
         return InlineExecutor(build_runner(spec))
     modes = HostileModes(**MODES[variant.mode], fail_at=variant.fail_at or None)

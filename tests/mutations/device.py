@@ -4,7 +4,49 @@ from __future__ import annotations
 
 from mutating import Mutation
 
+_BESIDE = "tests/cpu/test_beside_device.py::"
+
 MUTATIONS = [
+    Mutation(
+        "who sleeps is woken at once",
+        "the next forward fights for the interpreter with who takes results out",
+        "device/beside.py",
+        "            self._asleep.append(item)\n",
+        "            item.wake()\n",
+        _BESIDE + "test_who_sleeps_is_woken_when_something_long_is_next",
+    ),
+    Mutation(
+        "nobody is woken when the work is done",
+        "the last step's results wait for a step that does not come",
+        "device/beside.py",
+        "        if self._asleep and self._queue.empty():\n            self._wake()\n",
+        "",
+        _BESIDE + "test_who_sleeps_is_woken_when_there_is_no_more_work",
+    ),
+    Mutation(
+        "operations go on behind one that failed",
+        "tokens of a model that never ran",
+        "device/beside.py",
+        "        elif item is not None and self._failure is None:\n",
+        "        elif item is not None:\n",
+        _BESIDE + "test_what_an_operation_raises_is_raised_behind_it_and_nothing_runs_after_it",
+    ),
+    Mutation(
+        "a step leaves the thread while that still works",
+        "two steps at once in the same memory",
+        "device/beside.py",
+        "        self._beside = still or self._long_ns >= LONG_NS\n",
+        "        self._beside = self._long_ns >= LONG_NS\n",
+        _BESIDE + "test_the_thread_is_for_long_models",
+    ),
+    Mutation(
+        "who came too late to a closed device is left asleep",
+        "a close that never returns",
+        "device/beside.py",
+        "        if self._closed:  # asked after the put",
+        "        if False:  # asked after the put",
+        _BESIDE + "test_closing_lets_go_who_sleeps_and_drops_what_has_not_begun",
+    ),
     Mutation(
         "the hostile device takes any order for an edge",
         "a device that finds no missing edge",

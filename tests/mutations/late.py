@@ -6,10 +6,6 @@ from mutating import Mutation
 
 _LATE = "tests/cpu/test_late.py::"
 _PARITY = "tests/cpu/test_parity_grammar.py::test_every_loop_keeps_to_grammars_as_the_serial_one"
-_TOLD = (
-    "tests/cpu/test_executor_worker.py"
-    "::test_what_matchers_have_yet_to_hear_is_told_while_the_next_forward_runs"
-)
 _RACES = _LATE + "test_late_rows_race_nobody"
 
 MUTATIONS = [
@@ -138,23 +134,6 @@ MUTATIONS = [
         "            side.do(heard.hear)  # before anybody comes, goes or wants a mask\n",
         "            pass\n",
         "tests/cpu/test_greedy.py::test_engines_choose_with_the_kernel_as_without",
-    ),
-    Mutation(
-        "an answer is kept back over a launch that fails",
-        "a step's tokens told behind the failure of the next",
-        "executor/worker.py",
-        "        self._tell()  # where the launch failed before its model\n",
-        "",
-        _TOLD,
-    ),
-    Mutation(
-        "an answer that was kept back is not told before the worker leaves",
-        "tokens that are lost",
-        "executor/worker.py",
-        "        self._tell()\n        self._output.close()",
-        "        self._output.close()",
-        "tests/cpu/test_executor_worker.py"
-        "::test_an_answer_that_was_kept_back_is_told_before_it_leaves",
     ),
     Mutation(
         "failures of rows that are gone are kept",

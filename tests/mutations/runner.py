@@ -388,7 +388,7 @@ MUTATIONS = [
         "a launch that does not know of the masks its step has asked for",
         "runner/flight.py",
         "        with self._lock:\n            fn, self._fn",
-        "        with contextlib.nullcontext():\n            fn, self._fn",
+        "        with threading.Lock():\n            fn, self._fn",
         "tests/cpu/test_runner.py::test_what_is_called_once_is_over_for_whoever_comes_second",
     ),
 ]
