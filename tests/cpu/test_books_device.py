@@ -192,7 +192,7 @@ def test_real_books_balance_and_every_stage_and_post_is_told(loop: str) -> None:
         (steps.launch_ns, steps.received_ns),
         (steps.received_ns, steps.start_ns),
         (steps.start_ns, steps.end_ns),
-        (steps.end_ns, steps.submitted_ns),
+        (steps.received_ns, steps.submitted_ns),
         (steps.end_ns, steps.land_ns),
     ):
         assert (before <= after).all()
