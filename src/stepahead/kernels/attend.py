@@ -10,7 +10,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
 from llvmlite import ir
 
 from stepahead.kernels.emit import F16, F32, LANES, Emitter, Value, emitted
@@ -91,23 +90,46 @@ def _blend(vectors: int, heads: int, half: bool) -> Any:
     return emitted(7, write)
 
 
-def _write_exps(emit: Emitter, scores: Value, most: Value, vectors: Value, total: Value) -> None:
-    """scores = exp(scores - most), and their sum; most and total are addresses of float32."""
+def _write_weights(emit: Emitter, scores: Value, count: Value, share: Value) -> None:
+    """Scores become exp(scores * scale - the largest of these).  float32 at `share` is scale before
+    and 1 / their sum after; LANES more floats than `count` may be written."""
     kind, builder = emit.vector(F32), emit.builder
-    highest = emit.splat(emit.load(most, F32, 4))
-    least = ir.Constant(kind, [float("-inf")] * LANES)
+    scale, least = emit.splat(emit.load(share, F32, 4)), ir.Constant(kind, [float("-inf")] * LANES)
+    vectors = builder.sdiv(emit.at(count, LANES - 1), emit.i64(LANES))
+    emit.store(least, emit.at(scores, emit.times(count, 4)), 4)
+
+    def largest(index: Value, found: list[Value]) -> list[Value]:
+        place = emit.at(scores, emit.times(index, 4 * LANES))
+        score = builder.fmul(emit.load(place, kind, 4), scale)
+        emit.store(score, place, 4)
+        return [emit.larger(score, found[0])]
+
+    (most,) = emit.loop(vectors, [least], largest)
+    most = emit.splat(emit.largest(most))
 
     def some(index: Value, sums: list[Value]) -> list[Value]:
         place = emit.at(scores, emit.times(index, 4 * LANES))
         score = emit.load(place, kind, 4)
-        weight = exp(emit, builder.fsub(score, highest))
+        weight = exp(emit, builder.fsub(score, most))
         unseen = builder.fcmp_ordered("==", score, least)
         weight = builder.select(unseen, emit.zeros(kind), weight)
         emit.store(weight, place, 4)
         return [builder.fadd(sums[0], weight)]
 
     (sums,) = emit.loop(vectors, [emit.zeros(kind)], some)
-    emit.store(emit.total(sums), total, 4)
+    emit.store(builder.fdiv(ir.Constant(F32, 1.0), emit.total(sums)), share, 4)
+
+
+def _write_scaled(emit: Emitter, values: Value, vectors: Value, share: Value) -> None:
+    """Vectors of float32 times float32 at `share`."""
+    scale = emit.splat(emit.load(share, F32, 4))
+
+    def some(index: Value, carried: list[Value]) -> list[Value]:
+        place = emit.at(values, emit.times(index, 4 * LANES))
+        emit.store(emit.builder.fmul(emit.load(place, scale.type, 4), scale), place, 4)
+        return []
+
+    emit.loop(vectors, [], some)
 
 
 def _chooser(make: Callable[[int, bool], Any]) -> Any:
@@ -136,7 +158,7 @@ def _chooser(make: Callable[[int, bool], Any]) -> Any:
 
 _dots_of = _chooser(_dots)
 _blend_many, _blend_one = (_chooser(partial(_blend, vectors)) for vectors in (_VECTORS, 1))
-_exps = emitted(4, _write_exps)
+_weigh, _scale = emitted(3, _write_weights), emitted(3, _write_scaled)
 
 
 @inner
@@ -185,22 +207,6 @@ def _add_values(
             else:
                 _blend_one(size, some, args)
         at += _VECTORS if many else 1
-
-
-@inner
-def _weigh(scores: int, count: int, scale: float, share: int) -> float:
-    """Scores become weights; 1 / their sum.  float32[1] at `share` is overwritten."""
-    padded = -(-count // LANES) * LANES
-    values, spare = floats(scores, padded), floats(share, 1)
-    most = np.float32(-np.inf)
-    for at in range(count):
-        values[at] *= np.float32(scale)
-        most = values[at] if values[at] > most else most
-    for at in range(count, padded):
-        values[at] = -np.inf
-    spare[0] = most
-    _exps((scores, share, padded // LANES, share))
-    return np.float32(1) / spare[0]
 
 
 def scratch_floats(positions: int, heads: int) -> int:
@@ -257,7 +263,8 @@ def attend(
             _score(size, heads, query, head_dim, here, stride, count, to, row)
         position += count
     for head in range(every):
-        shares[head] = _weigh(scores + head * row, end - begin, scale, scratch + head * 4)
+        shares[head] = scale
+        _weigh((scores + head * row, end - begin, scratch + head * 4))
     given = floats(out, every * head_dim)
     for at in range(every * head_dim):
         given[at] = 0
@@ -273,5 +280,4 @@ def attend(
             _add_values(size, heads, weights, row, here, stride, count, head_dim, to)
         position += count
     for head in range(every):
-        for at in range(head * head_dim, (head + 1) * head_dim):
-            given[at] *= shares[head]
+        _scale((out + head * head_dim * 4, head_dim // LANES, scratch + head * 4))
