@@ -40,15 +40,17 @@ def _dots(heads: int, half: bool) -> Any:
         for key in map(emit.i64, range(_KEYS)):
             there = builder.select(builder.icmp_signed("<", key, last), key, last)
             places.append(emit.at(k, emit.times(there, stride)))
+        rows = [emit.at(q, emit.times(q_stride, head)) for head in range(heads)]
 
         def some(index: Value, sums: list[Value]) -> list[Value]:
-            keys = [_loaded(emit, half, emit.at(at, emit.times(index, size))) for at in places]
-            given: list[Value] = []
-            for head in range(heads):
-                at = emit.at(q, emit.times(q_stride, head), emit.times(index, 4 * LANES))
-                query = emit.load(at, kind, 4)
-                before = sums[head * _KEYS : (head + 1) * _KEYS]
-                given += [emit.fma(query, *both) for both in zip(keys, before, strict=True)]
+            queries = [emit.load(emit.at(at, emit.times(index, 4 * LANES)), kind, 4) for at in rows]
+            given = list(sums)
+            # a key at a time: sums, queries and a key are as many as there are registers
+            for key, at in enumerate(places):
+                value = _loaded(emit, half, emit.at(at, emit.times(index, size)))
+                for head, query in enumerate(queries):
+                    place = head * _KEYS + key
+                    given[place] = emit.fma(query, value, given[place])
             return given
 
         sums = emit.loop(vectors, [emit.zeros(kind)] * (heads * _KEYS), some)
@@ -71,16 +73,19 @@ def _blend(vectors: int, heads: int, half: bool) -> Any:
             for head in range(heads)
             for at in range(vectors)
         ]
+        rows = [emit.at(weights, emit.times(weights_stride, head)) for head in range(heads)]
 
         def some(index: Value, sums: list[Value]) -> list[Value]:
-            value = emit.at(v, emit.times(index, stride))
-            values = [_loaded(emit, half, emit.at(value, size * at)) for at in range(vectors)]
-            given: list[Value] = []
-            for head in range(heads):
-                at = emit.at(weights, emit.times(weights_stride, head), emit.times(index, 4))
-                weight = emit.splat(emit.load(at, F32, 4))
-                before = sums[head * vectors : (head + 1) * vectors]
-                given += [emit.fma(weight, *both) for both in zip(values, before, strict=True)]
+            shares = [
+                emit.splat(emit.load(emit.at(at, emit.times(index, 4)), F32, 4)) for at in rows
+            ]
+            given, begin = list(sums), emit.at(v, emit.times(index, stride))
+            # a vector at a time, as above
+            for at in range(vectors):
+                value = _loaded(emit, half, emit.at(begin, size * at))
+                for head, share in enumerate(shares):
+                    place = head * vectors + at
+                    given[place] = emit.fma(share, value, given[place])
             return given
 
         sums = emit.loop(count, [emit.load(place, kind, 4) for place in places], some)
