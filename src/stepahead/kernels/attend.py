@@ -1,4 +1,4 @@
-"""Attention of one query position and some heads of keys and values, over pages where they lie.
+"""Attention of some query positions and some heads of keys and values, over pages where they lie.
 
 Everything is summed in the order of the positions, so what a query gets depends on what it sees and
 on nothing else: not on its neighbours, nor on where a chunk of its prompt began.
@@ -215,7 +215,8 @@ def _add_values(
 
 
 def scratch_floats(positions: int, heads: int) -> int:
-    """Of a thread that attends with so many heads at once."""
+    """Of a thread that attends with so many heads at once, those of all rows together; positions
+    are those that any of the rows sees."""
     return heads * (_row_floats(positions) + 1)
 
 
@@ -226,9 +227,62 @@ def _row_floats(positions: int) -> int:
 
 
 @inner
+def first_seen(end: int, window: int) -> int:
+    """The first position of a row that sees none from `end` on; a window of 0 is none."""
+    return max(0, end - window) if window else 0
+
+
+@inner
+def _over_pages(
+    size: int,
+    rows: int,
+    groups: int,
+    heads: int,
+    head_dim: int,
+    stride: int,
+    page_size: int,
+    table: int,
+    window: int,
+    end: int,
+    scores: int,
+    room: int,
+    pool: int,
+    given: int,
+    given_stride: int,
+    add: bool,
+) -> None:
+    """Scores of all keys, where `given` are queries; or values are added to it, times scores.
+
+    A page is read for all rows before the next one is.  What a row does not see it does not touch,
+    so it is added up as if the row were alone."""
+    begin, last = first_seen(end, window), end + rows - 1
+    pages = int64s(table, -(-last // page_size))
+    position = begin
+    while position < last:
+        behind = min(position - position % page_size + page_size, last)
+        cell = pages[position // page_size] * page_size + position % page_size
+        for group in range(groups):
+            for row in range(rows):
+                first = max(position, first_seen(end + row, window))
+                count = min(behind, end + row) - first
+                if count <= 0:
+                    continue
+                here = pool + (cell + first - position) * stride + group * head_dim * size
+                some = scores + (row * groups + group) * heads * room + (first - begin) * 4
+                at = given + row * given_stride + group * heads * head_dim * 4
+                if add:
+                    _add_values(size, heads, some, room, here, stride, count, head_dim, at)
+                else:
+                    _score(size, heads, at, head_dim, here, stride, count, some, room)
+        position = behind
+
+
+@inner
 def attend(
     size: int,
+    rows: int,
     q: int,
+    q_stride: int,
     groups: int,
     heads: int,
     head_dim: int,
@@ -237,52 +291,37 @@ def attend(
     stride: int,
     page_size: int,
     table: int,
-    begin: int,
+    window: int,
     end: int,
     scale: float,
     scratch: int,
     out: int,
+    out_stride: int,
 ) -> None:
-    """`groups` heads of keys and values, each with `heads` heads of queries, over positions
-    begin .. end.  What lies together is read together.
+    """`groups` heads of keys and values, each with `heads` heads of queries, over what each of some
+    rows sees that follow each other: the first one positions up to `end`, the next one a position
+    more.  What lies together is read together.
 
     size     bytes of a number in the pools: 4 for float32, 2 for float16
-    q, out   float32[groups * heads, head_dim]
+    q, out   float32[rows, groups * heads, head_dim], and bytes from row to row
     k, v     the first of these heads' numbers in the pools' first cell; bytes from cell to cell
-    table    int64 pages of the row, in order of its positions
-    scratch  float32[scratch_floats(end - begin, groups * heads)], this thread's own
+    table    int64 pages of the rows, in order of their positions
+    window   how many positions a row sees at most; 0 for all
+    scratch  float32[scratch_floats(positions that are seen, rows * groups * heads)], this thread's
     """
-    every = groups * heads
-    shares, scores = floats(scratch, every), scratch + every * 4
-    row = _row_floats(end - begin) * 4
-    pages = int64s(table, -(-end // page_size))
-    position = begin
-    while position < end:
-        offset = position % page_size
-        count = min(page_size - offset, end - position)
-        cell = (pages[position // page_size] * page_size + offset) * stride
-        for group in range(groups):
-            here, first = k + cell + group * head_dim * size, group * heads
-            to = scores + first * row + (position - begin) * 4
-            query = q + first * head_dim * 4
-            _score(size, heads, query, head_dim, here, stride, count, to, row)
-        position += count
-    for head in range(every):
-        shares[head] = scale
-        _weigh((scores + head * row, end - begin, scratch + head * 4))
-    given = floats(out, every * head_dim)
-    for at in range(every * head_dim):
-        given[at] = 0
-    position = begin
-    while position < end:
-        offset = position % page_size
-        count = min(page_size - offset, end - position)
-        cell = (pages[position // page_size] * page_size + offset) * stride
-        for group in range(groups):
-            here, first = v + cell + group * head_dim * size, group * heads
-            weights = scores + first * row + (position - begin) * 4
-            to = out + first * head_dim * 4
-            _add_values(size, heads, weights, row, here, stride, count, head_dim, to)
-        position += count
-    for head in range(every):
-        _scale((out + head * head_dim * 4, head_dim // LANES, scratch + head * 4))
+    every, begin = groups * heads, first_seen(end, window)
+    shares, scores = floats(scratch, rows * every), scratch + rows * every * 4
+    room = _row_floats(end + rows - 1 - begin) * 4
+    sizes = (size, rows, groups, heads, head_dim, stride, page_size, table, window, end)
+    _over_pages(*sizes, scores, room, k, q, q_stride, False)
+    for row in range(rows):
+        floats(out + row * out_stride, every * head_dim)[:] = 0
+        first = first_seen(end + row, window)
+        for query in range(row * every, (row + 1) * every):
+            shares[query] = scale
+            seen = scores + query * room + (first - begin) * 4
+            _weigh((seen, end + row - first, scratch + query * 4))
+    _over_pages(*sizes, scores, room, v, out, out_stride, True)
+    for query in range(rows * every):
+        at = out + query // every * out_stride + query % every * head_dim * 4
+        _scale((at, head_dim // LANES, scratch + query * 4))
