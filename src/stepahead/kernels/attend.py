@@ -15,11 +15,12 @@ from llvmlite import ir
 from stepahead.kernels.emit import F16, F32, LANES, Emitter, Value, emitted
 from stepahead.kernels.jit import inner
 from stepahead.kernels.memory import floats, int64s
-from stepahead.kernels.rows import exp
+from stepahead.kernels.rows import exp_below
 
 _HEADS = 3  # of queries that read a key or value together: more sums than registers hold
 _KEYS = 4  # that are read together
 _VECTORS = 4  # of values that are summed in registers
+_WIDE = 2 * LANES  # scores that become weights together, for one's steps to fill the others' waits
 
 
 def _loaded(emit: Emitter, half: bool, place: Value) -> Value:
@@ -30,33 +31,43 @@ def _loaded(emit: Emitter, half: bool, place: Value) -> Value:
 
 
 def _dots(heads: int, half: bool) -> Any:
-    """out[h][i] = q[h] . k[i] for four keys; those behind `last` are `last` again."""
+    """out[h][i] = q[h] . k[i] for `count` keys, four by four; what is behind them, up to the next
+    four, is the last one's again."""
     size = (2 if half else 4) * LANES
 
     def write(emit: Emitter, *args: Value) -> None:
-        q, q_stride, vectors, k, stride, last, out, out_stride = args
+        q, q_stride, vectors, k, stride, count, out, out_stride = args
         kind, builder = emit.vector(F32), emit.builder
-        places = []
-        for key in map(emit.i64, range(_KEYS)):
-            there = builder.select(builder.icmp_signed("<", key, last), key, last)
-            places.append(emit.at(k, emit.times(there, stride)))
         rows = [emit.at(q, emit.times(q_stride, head)) for head in range(heads)]
+        last = emit.at(count, -1)
 
-        def some(index: Value, sums: list[Value]) -> list[Value]:
-            queries = [emit.load(emit.at(at, emit.times(index, 4 * LANES)), kind, 4) for at in rows]
-            given = list(sums)
-            # a key at a time: sums, queries and a key are as many as there are registers
-            for key, at in enumerate(places):
-                value = _loaded(emit, half, emit.at(at, emit.times(index, size)))
-                for head, query in enumerate(queries):
-                    place = head * _KEYS + key
-                    given[place] = emit.fma(query, value, given[place])
-            return given
+        def four(block: Value, carried: list[Value]) -> list[Value]:
+            places = []
+            for key in range(_KEYS):
+                there = emit.at(emit.times(block, _KEYS), key)
+                there = builder.select(builder.icmp_signed("<", there, last), there, last)
+                places.append(emit.at(k, emit.times(there, stride)))
 
-        sums = emit.loop(vectors, [emit.zeros(kind)] * (heads * _KEYS), some)
-        for head in range(heads):
-            four = emit.totals(sums[head * _KEYS : (head + 1) * _KEYS])
-            emit.store(four, emit.at(out, emit.times(out_stride, head)), 4)
+            def some(index: Value, sums: list[Value]) -> list[Value]:
+                at = emit.times(index, 4 * LANES)
+                queries = [emit.load(emit.at(row, at), kind, 4) for row in rows]
+                given = list(sums)
+                # a key at a time: sums, queries and a key are as many as there are registers
+                for key, place in enumerate(places):
+                    value = _loaded(emit, half, emit.at(place, emit.times(index, size)))
+                    for head, query in enumerate(queries):
+                        at = head * _KEYS + key
+                        given[at] = emit.fma(query, value, given[at])
+                return given
+
+            sums = emit.loop(vectors, [emit.zeros(kind)] * (heads * _KEYS), some)
+            for head in range(heads):
+                found = emit.totals(sums[head * _KEYS : (head + 1) * _KEYS])
+                place = emit.at(out, emit.times(out_stride, head), emit.times(block, 4 * _KEYS))
+                emit.store(found, place, 4)
+            return []
+
+        emit.loop(builder.sdiv(emit.at(count, _KEYS - 1), emit.i64(_KEYS)), [], four)
 
     return emitted(8, write)
 
@@ -97,27 +108,25 @@ def _blend(vectors: int, heads: int, half: bool) -> Any:
 
 def _write_weights(emit: Emitter, scores: Value, count: Value, share: Value) -> None:
     """Scores become exp(scores * scale - the largest of these).  float32 at `share` is scale before
-    and 1 / their sum after; LANES more floats than `count` may be written."""
-    kind, builder = emit.vector(F32), emit.builder
-    scale, least = emit.splat(emit.load(share, F32, 4)), ir.Constant(kind, [float("-inf")] * LANES)
-    vectors = builder.sdiv(emit.at(count, LANES - 1), emit.i64(LANES))
+    and 1 / their sum after; _WIDE more floats than `count` may be written."""
+    kind, builder = emit.vector(F32, _WIDE), emit.builder
+    scale = emit.splat(emit.load(share, F32, 4), _WIDE)
+    least = ir.Constant(kind, [float("-inf")] * _WIDE)
+    vectors = builder.sdiv(emit.at(count, _WIDE - 1), emit.i64(_WIDE))
     emit.store(least, emit.at(scores, emit.times(count, 4)), 4)
 
     def largest(index: Value, found: list[Value]) -> list[Value]:
-        place = emit.at(scores, emit.times(index, 4 * LANES))
+        place = emit.at(scores, emit.times(index, 4 * _WIDE))
         score = builder.fmul(emit.load(place, kind, 4), scale)
         emit.store(score, place, 4)
         return [emit.larger(score, found[0])]
 
     (most,) = emit.loop(vectors, [least], largest)
-    most = emit.splat(emit.largest(most))
+    most = emit.splat(emit.largest(most), _WIDE)
 
     def some(index: Value, sums: list[Value]) -> list[Value]:
-        place = emit.at(scores, emit.times(index, 4 * LANES))
-        score = emit.load(place, kind, 4)
-        weight = exp(emit, builder.fsub(score, most))
-        unseen = builder.fcmp_ordered("==", score, least)
-        weight = builder.select(unseen, emit.zeros(kind), weight)
+        place = emit.at(scores, emit.times(index, 4 * _WIDE))
+        weight = exp_below(emit, builder.fsub(emit.load(place, kind, 4), most))
         emit.store(weight, place, 4)
         return [builder.fadd(sums[0], weight)]
 
@@ -181,11 +190,9 @@ def _score(
     """Scores of `count` keys, which is above 0; three more than those may be written."""
     for first in range(0, heads, _HEADS):
         some, query = min(heads - first, _HEADS), q + first * head_dim * 4
-        for at in range(0, count, _KEYS):
-            here, to = k + at * stride, out + first * out_stride + at * 4
-            last = min(count - at, _KEYS) - 1
-            args = (query, head_dim * 4, head_dim // LANES, here, stride, last, to, out_stride)
-            _dots_of(size, some, args)
+        to, vectors = out + first * out_stride, head_dim // LANES
+        args = (query, head_dim * 4, vectors, k, stride, count, to, out_stride)
+        _dots_of(size, some, args)
 
 
 @inner
@@ -222,8 +229,8 @@ def scratch_floats(positions: int, heads: int) -> int:
 
 @inner
 def _row_floats(positions: int) -> int:
-    """Room for one head's scores: whole vectors, and one more."""
-    return (-(-positions // LANES) + 1) * LANES
+    """Room for one head's scores, and as many more as may be written behind them."""
+    return -(-positions // LANES) * LANES + _WIDE
 
 
 @inner
