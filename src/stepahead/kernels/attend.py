@@ -180,6 +180,7 @@ def _score(
     size: int,
     heads: int,
     q: int,
+    q_stride: int,
     head_dim: int,
     k: int,
     stride: int,
@@ -188,11 +189,11 @@ def _score(
     out_stride: int,
 ) -> None:
     """Scores of `count` keys, which is above 0; three more than those may be written."""
+    vectors = head_dim // LANES
     for first in range(0, heads, _HEADS):
-        some, query = min(heads - first, _HEADS), q + first * head_dim * 4
-        to, vectors = out + first * out_stride, head_dim // LANES
-        args = (query, head_dim * 4, vectors, k, stride, count, to, out_stride)
-        _dots_of(size, some, args)
+        query, to = q + first * q_stride, out + first * out_stride
+        args = (query, q_stride, vectors, k, stride, count, to, out_stride)
+        _dots_of(size, min(heads - first, _HEADS), args)
 
 
 @inner
@@ -206,14 +207,15 @@ def _add_values(
     count: int,
     head_dim: int,
     out: int,
+    out_stride: int,
 ) -> None:
     at, vectors = 0, head_dim // LANES
     while at < vectors:
         many = at + _VECTORS <= vectors
         for first in range(0, heads, _HEADS):
             some, given = min(heads - first, _HEADS), weights + first * weights_stride
-            here, to = v + at * LANES * size, out + (first * head_dim + at * LANES) * 4
-            args = (given, weights_stride, here, stride, count, to, head_dim * 4)
+            here, to = v + at * LANES * size, out + first * out_stride + at * LANES * 4
+            args = (given, weights_stride, here, stride, count, to, out_stride)
             if many:
                 _blend_many(size, some, args)
             else:
@@ -268,8 +270,12 @@ def _over_pages(
     while position < last:
         behind = min(position - position % page_size + page_size, last)
         cell = pages[position // page_size] * page_size + position % page_size
+        # one head of queries: those of several rows read a key together, where all see the page
+        several = heads == 1 and first_seen(last, window) <= position and behind <= end
+        queries, scores_apart = rows if several else heads, groups * room if several else room
+        apart = given_stride if several else head_dim * 4
         for group in range(groups):
-            for row in range(rows):
+            for row in range(1 if several else rows):
                 first = max(position, first_seen(end + row, window))
                 count = min(behind, end + row) - first
                 if count <= 0:
@@ -278,9 +284,11 @@ def _over_pages(
                 some = scores + (row * groups + group) * heads * room + (first - begin) * 4
                 at = given + row * given_stride + group * heads * head_dim * 4
                 if add:
-                    _add_values(size, heads, some, room, here, stride, count, head_dim, at)
+                    args = (some, scores_apart, here, stride, count, head_dim, at, apart)
+                    _add_values(size, queries, *args)
                 else:
-                    _score(size, heads, at, head_dim, here, stride, count, some, room)
+                    args = (at, apart, head_dim, here, stride, count, some, scores_apart)
+                    _score(size, queries, *args)
         position = behind
 
 
