@@ -223,11 +223,12 @@ def attention(rank: int, team: int, given: np.ndarray, scale: float) -> None:
         row = take(team)
         if row >= given[_COUNT]:
             break
-        begin = max(0, lengths[row] - given[_WINDOW]) if given[_WINDOW] else 0
         offset = row * given[_HEADS] * head_bytes
         attend(
             _FLOAT32_SIZE,
+            1,
             given[_Q] + offset,
+            given[_HEADS] * head_bytes,
             kv_heads,
             given[_HEADS] // kv_heads,
             given[_HEAD_DIM],
@@ -236,11 +237,12 @@ def attention(rank: int, team: int, given: np.ndarray, scale: float) -> None:
             kv_heads * head_bytes,
             given[_PAGE_SIZE],
             tables[row],
-            begin,
+            given[_WINDOW],
             lengths[row],
             scale,
             given[_SCRATCH] + rank * given[_SCRATCH_BYTES],
             given[_OUT] + offset,
+            given[_HEADS] * head_bytes,
         )
     meet(team)
 

@@ -200,6 +200,36 @@ def test_a_requests_logits_are_the_same_to_the_bit_beside_any_others(
             assert torch.equal(found[: len(beside[name])], beside[name]), (name, seed)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_chunk_that_begins_where_another_ends_reads_its_own_pages(
+    llama: Path, threads: int
+) -> None:
+    """Rows of a chunk read their pages together; these only look as if they were of one."""
+    model = loaded(llama, laid_out("none", threads))
+    first, second = random_ids(18, seed=1), random_ids(36, seed=2)
+    alone, beside = Pages(model), Pages(model)
+    expected = alone.step(chunks={"a": first})["a"], alone.step(chunks={"b": second})["b"]
+    beside.step(chunks={"b": second[:18]})
+    found = beside.step(chunks={"a": first, "b": second[18:]})
+    assert torch.equal(found["a"], expected[0])
+    assert torch.equal(found["b"], expected[1][18:])
+
+
+def test_a_long_prompt_is_the_same_to_the_bit_in_any_chunks(tmp_path: Path) -> None:
+    """So long that rows have no room for the scores of all heads at once."""
+    save(make_reference("llama", **WHOLE, max_position_embeddings=4096), tmp_path)
+    model, count = loaded(tmp_path, laid_out("none", 2)), 2600
+    assert count * model.spec.num_heads * step.ROWS > step.MOST_SCORES
+    ids = random_ids(count, seed=3)
+    whole = Pages(model, count).step(chunks={"a": ids})["a"]
+    pages, done = Pages(model, count), count - 12
+    pages.step(chunks={"a": ids[:done]})
+    for cut in (1, 2, 9):
+        rows = slice(done, done + cut)
+        assert torch.equal(pages.step(chunks={"a": ids[rows]})["a"], whole[rows])
+        done += cut
+
+
 BAD = {
     "nan": [float("nan")],
     "inf": [float("inf")],

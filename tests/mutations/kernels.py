@@ -186,27 +186,19 @@ MUTATIONS = [
         _ROWS + "test_a_row_that_is_not_finite_has_the_scale_nan",
     ),
     Mutation(
-        "scores are of the first page's keys",
+        "all keys and values are of the first page",
         "a row that reads one page again and again",
         "kernels/attend.py",
-        "        cell = (pages[position // page_size] * page_size + offset) * stride\n"
-        "        for group in range(groups):\n"
-        "            here, first = k + cell",
-        "        cell = (pages[begin // page_size] * page_size + offset) * stride\n"
-        "        for group in range(groups):\n"
-        "            here, first = k + cell",
+        "        cell = pages[position // page_size] * page_size + position % page_size\n",
+        "        cell = pages[begin // page_size] * page_size + position % page_size\n",
         _ATTEND + "test_a_query_sees_its_positions_and_no_others",
     ),
     Mutation(
         "attention reads pages as if they were in order",
         "a row that reads another one's cells",
         "kernels/attend.py",
-        "        cell = (pages[position // page_size] * page_size + offset) * stride\n"
-        "        for group in range(groups):\n"
-        "            here, first = v + cell",
-        "        cell = (pages[0] * page_size + position) * stride\n"
-        "        for group in range(groups):\n"
-        "            here, first = v + cell",
+        "        cell = pages[position // page_size] * page_size + position % page_size\n",
+        "        cell = pages[0] * page_size + position\n",
         _ATTEND + "test_a_query_sees_its_positions_and_no_others",
     ),
     Mutation(
@@ -286,16 +278,16 @@ MUTATIONS = [
         "the one kernel's window has no far end",
         "a model that attends to what it was trained not to see",
         "kernels/step.py",
-        "        begin = max(0, end - model[WINDOW]) if layer[WINDOWED] else 0\n",
-        "        begin = 0\n",
+        "    window = model[WINDOW] if layer[WINDOWED] else 0\n",
+        "    window = 0\n",
         _FUSED + "test_one_kernel_gives_what_plain_layers_give[mistral-window-1]",
     ),
     Mutation(
         "the one kernel's window begins a position late",
         "a window without its first position",
         "kernels/step.py",
-        "        begin = max(0, end - model[WINDOW]) if",
-        "        begin = max(0, end - model[WINDOW] + 1) if",
+        "    window = model[WINDOW] if",
+        "    window = model[WINDOW] - 1 if",
         _FUSED + "test_one_kernel_gives_what_plain_layers_give[mistral-window-1]",
     ),
     Mutation(
@@ -303,7 +295,7 @@ MUTATIONS = [
         "a prompt whose first token nobody sees",
         "kernels/step.py",
         " if layer[WINDOWED] else 0\n",
-        " if layer[WINDOWED] else min(1, end - 1)\n",
+        " if layer[WINDOWED] else max(1, end - 1)\n",
         _FUSED + "test_one_kernel_gives_what_plain_layers_give[llama-1]",
     ),
     Mutation(
@@ -552,11 +544,35 @@ MUTATIONS = [
         _LINEAR + "test_a_row_is_the_same_to_the_bit_beside_any_others",
     ),
     Mutation(
+        "a row's values end where those of the last row beside it do",
+        "a prompt that is told what comes next, and answers otherwise in other chunks",
+        "kernels/attend.py",
+        "                count = min(behind, end + row) - first\n",
+        "                count = min(behind, last) - first\n",
+        _ATTEND + "test_rows_that_go_together_get_to_the_bit_what_each_gets_alone",
+    ),
+    Mutation(
+        "rows read a page together that not all of them see",
+        "the same, in models whose heads share no keys",
+        "kernels/attend.py",
+        " <= position and behind <= end\n",
+        " <= position\n",
+        _ATTEND + "test_rows_that_go_together_get_to_the_bit_what_each_gets_alone",
+    ),
+    Mutation(
+        "rows whose lengths follow each other are one chunk's",
+        "a request that is answered from another one's prompt",
+        "kernels/step.py",
+        "_reads(row + count, step) == (table, end + count)",
+        "_reads(row + count, step)[1] == end + count",
+        _FUSED + "test_a_chunk_that_begins_where_another_ends_reads_its_own_pages",
+    ),
+    Mutation(
         "of a short row one head of keys is attended to",
         "heads with whatever was in memory before",
         "kernels/step.py",
-        "            groups = kv_heads\n",
-        "            groups = 1\n",
+        "        groups = kv_heads\n",
+        "        groups = 1\n",
         _FUSED + "test_one_kernel_gives_what_plain_layers_give[llama-1]",
     ),
     Mutation(

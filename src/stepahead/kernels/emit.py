@@ -103,6 +103,18 @@ class Emitter:
             vector = self.builder.fadd(*halves)
         return self.builder.extract_element(vector, I32(0))
 
+    def larger(self, a: Value, b: Value) -> Value:
+        """The larger of two vectors of float32 or numbers; b where a is NaN."""
+        return self.builder.select(self.builder.fcmp_ordered(">", a, b), a, b)
+
+    def largest(self, vector: Value) -> Value:
+        """The largest of all lanes of a vector of float32, none of which is NaN."""
+        lanes = vector.type.count
+        while lanes > 1:
+            lanes //= 2
+            vector = self.larger(self.part(vector, 0, lanes), self.part(vector, lanes, lanes))
+        return self.builder.extract_element(vector, I32(0))
+
     def totals(self, four: Sequence[Value]) -> Value:
         """The sums of all lanes of four vectors of float32, as float32[4]; each is added up in the
         same order, whatever the others are."""

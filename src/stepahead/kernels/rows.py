@@ -35,10 +35,21 @@ def exp(emit: Emitter, x: Value) -> Value:
     def same(value: float) -> Value:
         return ir.Constant(kind, [value] * kind.count)
 
-    low, high = same(_LEAST_EXP), same(_MOST_EXP)
-    x = builder.select(builder.fcmp_ordered("<", x, low), low, x)
+    high = same(_MOST_EXP)
     large = builder.fcmp_ordered(">", x, high)
-    x = builder.select(large, high, x)
+    value = exp_below(emit, builder.select(large, high, x))
+    return builder.select(large, same(float("inf")), value)
+
+
+def exp_below(emit: Emitter, x: Value) -> Value:
+    """The same where nothing is above 88."""
+    builder, kind = emit.builder, x.type
+
+    def same(value: float) -> Value:
+        return ir.Constant(kind, [value] * kind.count)
+
+    low = same(_LEAST_EXP)
+    x = builder.select(builder.fcmp_ordered("<", x, low), low, x)
     turns = emit.called(f"llvm.floor.v{kind.count}f32", kind, emit.fma(x, same(_LOG2_E), same(0.5)))
     rest = emit.fma(turns, same(-_LN2_HIGH), x)
     rest = emit.fma(turns, same(-_LN2_LOW), rest)
@@ -49,8 +60,7 @@ def exp(emit: Emitter, x: Value) -> Value:
     whole = emit.vector(I32, kind.count)
     bits = builder.add(builder.fptosi(turns, whole), ir.Constant(whole, [127] * kind.count))
     bits = builder.shl(bits, ir.Constant(whole, [23] * kind.count))
-    value = builder.fmul(value, builder.bitcast(bits, kind))
-    return builder.select(large, same(float("inf")), value)
+    return builder.fmul(value, builder.bitcast(bits, kind))
 
 
 def _gate(tanh: bool) -> Any:

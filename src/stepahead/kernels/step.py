@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from stepahead.kernels.attend import attend
+from stepahead.kernels.attend import attend, first_seen
 from stepahead.kernels.gemm import FIELDS, FORMAT, GROUPS, MOST_X, multiply
 from stepahead.kernels.jit import entry, inner
 from stepahead.kernels.memory import int64s
 from stepahead.kernels.rows import add_normed, gate, norm, prepare, rotate, store_finite
-from stepahead.kernels.team import meet, take
+from stepahead.kernels.team import meet, take, threads_of
 
 # What `layers` is told, int64[..]: addresses, counts, and strides in bytes.
 # A step:
@@ -33,7 +33,9 @@ from stepahead.kernels.team import meet, take
 _QKV, _O, _GATE_UP, _DOWN = range(4)
 _MATRICES = 4
 _MANY_ROWS = 4
-MOST_SCORES = 1 << 15  # of all heads of a row that are attended to at once
+_PIECES = 4  # of work for a thread, at least
+ROWS = 4  # of a chunk that read their pages together, at most
+MOST_SCORES = 1 << 15  # of all heads of rows that are attended to at once
 LAYER_FIELDS = MATRICES + _MATRICES * FIELDS
 
 
@@ -144,6 +146,72 @@ def _reads(row: int, step: np.ndarray) -> tuple[int, int]:
 
 
 @inner
+def _rows_at_once(count: int, threads: int) -> int:
+    """Of so many rows of chunks, those that read their pages together: few enough for all threads
+    to have work until the end."""
+    return min(max(count // (threads * _PIECES), 1), ROWS)
+
+
+@inner
+def _following(row: int, last: int, step: np.ndarray) -> int:
+    """How many rows from `row` on, up to `last`, are a chunk's: each sees what the one before it
+    sees, and a position more."""
+    table, end = _reads(row, step)
+    count = 1
+    while row + count < last and _reads(row + count, step) == (table, end + count):
+        count += 1
+    return count
+
+
+@inner
+def _attend_rows(
+    row: int,
+    rows: int,
+    head: int,
+    together: int,
+    own: int,
+    layer: np.ndarray,
+    scale: float,
+    model: np.ndarray,
+    step: np.ndarray,
+    buffers: np.ndarray,
+) -> None:
+    """Rows that follow each other, from one of their heads on; all heads at once where the first
+    head finds room for their scores, and then nothing for the other ones."""
+    head_dim, kv_heads, size = model[HEAD_DIM], model[KV_HEADS], model[KV_SIZE]
+    group = model[HEADS] // kv_heads
+    table, end = _reads(row, step)
+    window = model[WINDOW] if layer[WINDOWED] else 0
+    seen, groups = end + rows - 1 - first_seen(end, window), 1
+    if together == group and rows * seen * model[HEADS] <= MOST_SCORES:
+        # short rows in one go: their keys lie side by side, and memory is read as it lies
+        if head:
+            return
+        groups = kv_heads
+    shared, pool = head * head_dim * 4, head // group * head_dim * size
+    attend(
+        size,
+        rows,
+        buffers[QKV] + row * buffers[QKV_BYTES] + shared,
+        buffers[QKV_BYTES],
+        groups,
+        together,
+        head_dim,
+        layer[KEYS] + pool,
+        layer[VALUES] + pool,
+        kv_heads * head_dim * size,
+        model[PAGE_SIZE],
+        table,
+        window,
+        end,
+        scale,
+        own,
+        buffers[SEEN] + row * buffers[SEEN_BYTES] + shared,
+        buffers[SEEN_BYTES],
+    )
+
+
+@inner
 def _attended(
     team: int,
     rank: int,
@@ -153,44 +221,24 @@ def _attended(
     step: np.ndarray,
     buffers: np.ndarray,
 ) -> None:
-    head_dim, kv_heads, size = model[HEAD_DIM], model[KV_HEADS], model[KV_SIZE]
-    group = model[HEADS] // kv_heads
     # heads of queries that go together read their keys once; few rows leave threads without work
-    together = group if step[COUNT] >= _MANY_ROWS else 1
-    pieces = model[HEADS] // together
+    together = model[HEADS] // model[KV_HEADS] if step[COUNT] >= _MANY_ROWS else 1
+    pieces, decoded = model[HEADS] // together, step[DECODED]
+    at_once = _rows_at_once(step[COUNT] - decoded, threads_of(team))
     own = step[SCRATCH] + rank * step[SCRATCH_BYTES]
     while True:
         piece = take(team)
-        if piece >= step[COUNT] * pieces:
+        row, head = piece // pieces, piece % pieces * together
+        last = row + 1
+        if row >= decoded:
+            row = decoded + (row - decoded) * at_once
+            last = min(row + at_once, step[COUNT])
+        if row >= step[COUNT]:
             break
-        row, first = piece // pieces, piece % pieces * together
-        head, heads = first // group, together
-        table, end = _reads(row, step)
-        begin = max(0, end - model[WINDOW]) if layer[WINDOWED] else 0
-        groups = 1
-        if together == group and (end - begin) * model[HEADS] <= MOST_SCORES:
-            # a short row in one go: its keys lie side by side, and memory is read as it lies
-            if first:
-                continue
-            groups = kv_heads
-        shared = first * head_dim * 4
-        attend(
-            size,
-            buffers[QKV] + row * buffers[QKV_BYTES] + shared,
-            groups,
-            heads,
-            head_dim,
-            layer[KEYS] + head * head_dim * size,
-            layer[VALUES] + head * head_dim * size,
-            kv_heads * head_dim * size,
-            model[PAGE_SIZE],
-            table,
-            begin,
-            end,
-            scale,
-            own,
-            buffers[SEEN] + row * buffers[SEEN_BYTES] + shared,
-        )
+        while row < last:
+            rows = _following(row, last, step)
+            _attend_rows(row, rows, head, together, own, layer, scale, model, step, buffers)
+            row += rows
     meet(team)
 
 

@@ -285,8 +285,9 @@ class _Room:
         self.fields[step.X_BYTES] = spec.hidden_size * 4
         rows = spec.hidden_size, _in_panels(spec.intermediate_size)
         group = spec.num_heads // spec.num_kv_heads
-        together = -(-step.MOST_SCORES // spec.num_heads), spec.num_heads
-        scores = scratch_floats(spec.max_len, group), scratch_floats(*together)
+        many = [spec.num_heads * rows for rows in range(1, step.ROWS + 1)]
+        scores = [scratch_floats(-(-step.MOST_SCORES // heads), heads) for heads in many]
+        scores.append(scratch_floats(spec.max_len, group * step.ROWS))
         longest = max(*scores, *(row + 4 * LANES for row in rows))
         self.scratch = np.empty((team.threads, longest), np.float32)
 
