@@ -1,11 +1,17 @@
-"""The real runner gives the same, in this thread and in another process."""
+"""The real runner gives the same, in this thread, in another process, and beside a thread there."""
 
 from __future__ import annotations
+
+import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from stepahead.errors import StepFailed
+from offline_makers import TOY_OPTIONS
+from stepahead import LLM
+from stepahead.errors import NotEnoughMemory, StepFailed
+from stepahead.executor.failures import step_failed
 from stepahead.executor.inline import InlineExecutor
 from stepahead.executor.process import ProcessExecutor
 from stepahead.plan import NO_INTS, Join, Plan, Result
@@ -78,8 +84,12 @@ def words_of_a_failure(executor: InlineExecutor | ProcessExecutor) -> str:
     return str(caught.value)
 
 
-def test_a_request_and_a_failure_are_the_same_in_both() -> None:
-    inline, process = InlineExecutor(build_runner(spec())), ProcessExecutor(spec())
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_request_and_a_failure_are_the_same_in_both(beside: bool) -> None:
+    """Beside a thread also where the model is long enough for that."""
+    long = replace(spec(), beside=True, factory="slow_toy:SlowToy")
+    inline = InlineExecutor(build_runner(spec()))
+    process = ProcessExecutor(long if beside else spec())
     try:
         expected, found = run(inline), run(process)
         assert words_of_a_failure(process) == words_of_a_failure(inline)
@@ -92,3 +102,46 @@ def test_a_request_and_a_failure_are_the_same_in_both() -> None:
     assert expected[0].prompt_logprobs
     assert [numbers(result) for result in found] == [numbers(result) for result in expected]
     assert found[3].device_end_ns > found[3].device_start_ns > 0
+    if beside:  # the others' last operations are queued when the model has run
+        assert any(0 < result.submitted_ns < result.device_end_ns for result in found)
+
+
+@pytest.mark.parametrize(
+    ("loop", "executor", "beside"),
+    [("overlap", "process", True), ("batch-queue", "process", True), ("serial", "process", False)],
+)
+def test_where_a_loop_runs_ahead_the_worker_has_a_thread_for_forwards(
+    loop: str, executor: str, beside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[RunnerSpec] = []
+
+    class Noted:
+        def __init__(self, spec: RunnerSpec, **more: object) -> None:
+            asked.append(spec)
+            raise NotEnoughMemory("enough seen")
+
+    monkeypatch.setattr("stepahead.executor.process.ProcessExecutor", Noted)
+    with pytest.raises(NotEnoughMemory, match="enough seen"):
+        LLM("toy", **(TOY_OPTIONS | {"loop": loop, "executor": executor}))
+    assert [one.beside for one in asked] == [beside]
+
+
+def test_of_two_failures_at_once_the_first_step_s_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Words are made for the later one while the earlier one comes in between."""
+    executor = InlineExecutor(build_runner(spec()))
+    words, begun = step_failed, threading.Event()
+
+    def slow(step: int, error: BaseException) -> StepFailed:
+        if step == 2:
+            begun.set()
+            other.join(60)
+        return words(step, error)
+
+    monkeypatch.setattr("stepahead.executor.inline.step_failed", slow)
+    error = RuntimeError("no such page")
+    other = threading.Thread(target=lambda: (begun.wait(60), executor.fail(1, error)))
+    other.start()
+    executor.fail(2, error)
+    assert executor.failure_at(1) is not None
+    assert executor.failure_at(0) is None
+    executor.close()

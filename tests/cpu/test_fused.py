@@ -452,3 +452,38 @@ def test_a_pool_of_another_model_is_refused(llama: Path) -> None:
         assert (spec.num_kv_heads, spec.head_dim) == (2, 16)
         with pytest.raises(AssertionError, match=r"a pool of other heads|keys are float32"):
             model(inputs, pool)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.5])
+@pytest.mark.parametrize("kind", ["none", "int8"])
+def test_states_that_are_asked_for_are_the_same_to_the_bit_where_others_are_not(
+    folder: Path, kind: Any, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And so are the keys and values of all, which the next steps read."""
+    monkeypatch.setattr(fused, "_BAND", 64)
+    model = loaded(folder, laid_out(kind, 2))
+    ids = {name: random_ids(count, seed=10 + count) for name, count in LENGTHS.items()}
+    done = dict.fromkeys(ids, 0)
+    whole, some = Pages(model, seed=1), Pages(model, seed=1)
+    for one, other in zip((*whole.kv.k, *whole.kv.v), (*some.kv.k, *some.kv.v), strict=True):
+        other.copy_(one)  # what nobody has written
+    generator, shortened = np.random.default_rng(7), 0
+    for decoding, counts, dead in SCRIPT:
+        decode = {name: ids[name][done[name]] for name in decoding}
+        chunks = {name: ids[name][done[name] :][:count] for name, count in counts.items()}
+        for name in decode:
+            done[name] += 1
+        for name, tokens in chunks.items():
+            done[name] += len(tokens)
+        inputs = [with_dead(pages.inputs(decode, chunks)[1], dead) for pages in (whole, some)]
+        total = len(inputs[0].cells_dev)
+        asked = np.sort(generator.choice(total, int(total * share), replace=False))
+        wanted = torch.from_numpy(asked)
+        shortened += 2 * len(wanted) <= total
+        with torch.inference_mode():
+            expected = model(inputs[0], whole.kv)[wanted]
+            found = model(replace(inputs[1], wanted_dev=wanted), some.kv)[wanted]
+        assert torch.equal(found, expected)
+    assert shortened == len(SCRIPT)
+    for one, other in zip((*whole.kv.k, *whole.kv.v), (*some.kv.k, *some.kv.v), strict=True):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))

@@ -35,8 +35,8 @@ MUTATIONS = [
         "a step leaves the thread while that still works",
         "two steps at once in the same memory",
         "device/beside.py",
-        "        self._beside = still or self._long_ns >= LONG_NS\n",
-        "        self._beside = self._long_ns >= LONG_NS\n",
+        "        if short and self._given != self._done:\n",
+        "        if False:\n",
         _BESIDE + "test_the_thread_is_for_long_models",
     ),
     Mutation(

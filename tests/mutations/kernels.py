@@ -9,6 +9,11 @@ _ROWS = "tests/cpu/test_kernels_rows.py::"
 _ATTEND = "tests/cpu/test_kernels_attend.py::"
 _LINEAR = "tests/cpu/test_kernels_linear.py::"
 _FUSED = "tests/cpu/test_fused.py::"
+_WANTED = (
+    _FUSED
+    + "test_states_that_are_asked_for_are_the_same_to_the_bit_where_others_are_not"
+    + "[llama-none-0.2]"
+)
 _GREEDY = "tests/cpu/test_greedy.py::"
 _DECODE = "tests/cpu/test_decode_kernels.py::"
 _TWIN = _GREEDY + "test_the_kernel_chooses_what_torch_does"
@@ -646,5 +651,25 @@ MUTATIONS = [
         "        if chosen[row] == token and ends[row] >= since:\n",
         "        if chosen[row] == token:\n",
         _DECODE + "test_the_kernels_leave_what_torchs_operations_do",
+    ),
+    Mutation(
+        "a step is told anew while a helper may still look at it",
+        "threads that do different things in the same memory",
+        "model/fused.py",
+        "        rest = fields.copy()  # a helper may still look at the other\n",
+        "        rest = fields\n",
+        _WANTED,
+    ),
+    Mutation(
+        "what nobody asks for has no keys in the last layer",
+        "tokens that attend to what was there before",
+        "kernels/step.py",
+        "            _placed(team, layer, eps, model, step, buffers)\n"
+        "            if product // _MATRICES == step[KEYS_OF]:\n"
+        "                break\n",
+        "            if product // _MATRICES == step[KEYS_OF]:\n"
+        "                break\n"
+        "            _placed(team, layer, eps, model, step, buffers)\n",
+        _WANTED,
     ),
 ]

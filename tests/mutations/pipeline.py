@@ -181,8 +181,8 @@ MUTATIONS = [
         "the stage that hears of a failure is blamed for it",
         "an error that names the wrong stage",
         "executor/inline.py",
-        "            known = isinstance(error, StepFailed)  # a stage before this one has failed\n",
-        "            known = False\n",
+        "        known = isinstance(error, StepFailed)  # a stage before this one has failed\n",
+        "        known = False\n",
         _PROCESS + "test_a_step_that_a_stage_fails_ends_everyone_and_names_it",
     ),
 ]

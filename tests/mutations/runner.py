@@ -391,4 +391,30 @@ MUTATIONS = [
         "        with threading.Lock():\n            fn, self._fn",
         "tests/cpu/test_runner.py::test_what_is_called_once_is_over_for_whoever_comes_second",
     ),
+    Mutation(
+        "a prompt's states are not asked for where its tokens want alternatives",
+        "log-probabilities of prompts from states that no layer has finished",
+        "runner/runner.py",
+        "            if self._samples_only and not staged.scores and not staged.pools:\n",
+        "            if self._samples_only:\n",
+        "tests/cpu/test_wanted_states.py::test_nobody_reads_states_that_were_not_asked_for[serial]",
+    ),
+    Mutation(
+        "of two failures at once the last one stays",
+        "a worker that dies of a step that has no failure",
+        "executor/inline.py",
+        "        with self._failing:\n            if not self.failure_at(step):\n"
+        "                self._failed = (step, failure)\n",
+        "        self._failed = (step, failure)\n",
+        "tests/cpu/test_executor_parity.py::test_of_two_failures_at_once_the_first_step_s_stays",
+    ),
+    Mutation(
+        "forwards have no thread of their own",
+        "plans that are staged when the device stands still",
+        "assemble.py",
+        "        return ProcessExecutor(replace(spec, beside=beside), worker=worker)",
+        "        return ProcessExecutor(spec, worker=worker)",
+        "tests/cpu/test_executor_parity.py"
+        "::test_where_a_loop_runs_ahead_the_worker_has_a_thread_for_forwards",
+    ),
 ]

@@ -117,7 +117,8 @@ class BesideDevice(EagerDevice):
         # two counters with one writer each; a single one would need a lock
         self._given = self._done = 0
         self._beside = False
-        self._long_since_ns = self._long_ns = 0  # of the newest model: when it began, what it took
+        # when the newest model began, and how long it was until the first event behind it
+        self._long_since_ns = self._long_ns = 0
         self._failure: BaseException | None = None
         self._asleep: deque[_Point] = deque()  # have passed, and nobody was woken
         self._closed = False
@@ -125,10 +126,13 @@ class BesideDevice(EagerDevice):
         self._thread.start()
 
     def stage(self, step: int) -> Staging:
-        """As the EagerDevice's.  A step begins with it: in the thread, if models are long, or if
-        that still has work."""
-        still = self._given != self._done or self._failure is not None
-        self._beside = still or self._long_ns >= LONG_NS
+        """As the EagerDevice's.  A step begins with it: in the thread if models are long, and else
+        behind what that still has to do."""
+        short = self._long_ns < LONG_NS and self._failure is None
+        if short and self._given != self._done:
+            with suppress(BaseException):  # who lands the step is told
+                self.record(Stream.FORWARD).wait()
+        self._beside = not short or self._failure is not None
         return super().stage(step)
 
     def enqueue(

@@ -1,7 +1,7 @@
 """The CPU as a device: every operation runs at once, in the calling thread.
 
 Streams and events are there and cost nothing.  Overlap with the host comes from running the whole
-runner in its own process.
+runner in its own process, and with the runner from a thread (`beside.py`).
 """
 
 from __future__ import annotations

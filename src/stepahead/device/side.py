@@ -55,7 +55,7 @@ class Mark:
 
 
 class SideThread:
-    """One daemon thread.  Jobs and marks come from one thread of the host."""
+    """One daemon thread.  Jobs and marks come from one thread of the host at a time."""
 
     def __init__(
         self,

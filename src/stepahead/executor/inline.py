@@ -107,6 +107,7 @@ class InlineExecutor:
         # stand-ins have neither
         self.notes: tuple[str, ...] = getattr(runner, "notes", ())
         self._launching = getattr(runner, "launching", contextlib.nullcontext)
+        self._failing = threading.Lock()
         self._failed: tuple[int, StepFailed] | None = None  # the first step that failed, and why
         self.at_work = _AtWork(self._close_runner)
 
@@ -141,10 +142,13 @@ class InlineExecutor:
         return failed[1] if failed is not None and failed[0] <= step else None
 
     def fail(self, step: int, error: BaseException) -> None:
-        """`step` raised `error`: neither it nor any later step counts."""
-        if not self.failure_at(step):
-            known = isinstance(error, StepFailed)  # a stage before this one has failed
-            self._failed = (step, error if known else step_failed(step, error))
+        """`step` raised `error`: neither it nor any later step counts.  Of several that fail in
+        different threads at once the first one stays."""
+        known = isinstance(error, StepFailed)  # a stage before this one has failed
+        failure = error if known else step_failed(step, error)
+        with self._failing:
+            if not self.failure_at(step):
+                self._failed = (step, failure)
 
     def close(self) -> None:
         """Closes the runner, when no call is inside it.  Idempotent, and raises nothing."""

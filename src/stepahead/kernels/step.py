@@ -19,7 +19,9 @@ from stepahead.kernels.team import meet, take, threads_of
 (COUNT, X_AT, CELLS, POSITIONS, SCRATCH, SCRATCH_BYTES, LAST_NORM) = range(7)
 # the first rows, each of which reads a row of a page table and has its length in an array; and the
 # others, for each of which an array has the address of its pages and one its length
-(DECODED, PAGES, PAGES_BYTES, LENGTHS, TABLES, OTHER_LENGTHS, STEP_FIELDS) = range(7, 14)
+(DECODED, PAGES, PAGES_BYTES, LENGTHS, TABLES, OTHER_LENGTHS) = range(7, 13)
+# the layer that it begins with, and the one that it ends in, with keys and values
+(FIRST, KEYS_OF, STEP_FIELDS) = range(13, 16)
 # Memory between the parts of a layer, and how far its rows are apart:
 (QKV, QKV_BYTES, SEEN, SEEN_BYTES, GATED, GATED_BYTES, ADDED, ADDED_BYTES) = range(8)
 (INPUTS, INPUTS_BYTES, SUMS, SUMS_BYTES, INPUT_SCALES, WIDE_ROOM) = range(8, 14)
@@ -301,20 +303,23 @@ def layers(
     eps: float,
     scale: float,
 ) -> None:
-    """Every layer, and the norm behind the last one where the step names it: x is read and written,
-    keys and values go to the pools.
+    """Every layer from FIRST on, and the norm behind the last one where the step names it: x is
+    read and written, keys and values go to the pools.  In layer KEYS_OF, if there is one of this
+    number, nothing else is done, and nothing behind it.
 
     `model`, `buffers` and `step` as the names above say; `matrices` int64[layers, LAYER_FIELDS].
     eps is the norms', scale what scores are multiplied with.
     """
     slot = rank if step[COUNT] == 1 else 0
     # one place for all products: each place where one is written is compiled anew
-    for product in range(model[LAYERS] * _MATRICES):
+    for product in range(step[FIRST] * _MATRICES, model[LAYERS] * _MATRICES):
         layer, part = matrices[product // _MATRICES], product % _MATRICES
         begin = MATRICES + part * FIELDS
         matrix = layer[begin : begin + FIELDS]
         if part == _O:
             _placed(team, layer, eps, model, step, buffers)
+            if product // _MATRICES == step[KEYS_OF]:
+                break
             _attended(team, rank, layer, scale, model, step, buffers)
         _prepared(team, rank, part, matrix, layer, eps, model, step, buffers)
         after = _after(part, layer)

@@ -43,6 +43,8 @@ class StepInputs:
     decode_bounds     int64 numpy[n_decode], the host's upper bounds of decode_lens
     max_decode_len    the largest of them, 0 without rows; P * page_size >= max_decode_len
     chunks            the other rows, in the order of their tokens
+    wanted_dev        int64[r], in order: the tokens whose states are asked for; what others have
+                      got may be anything.  None for all
     states_dev        [T, hidden] for a part of a model that is not its first: what the part before
                       it gave.  It has no use for token_ids_dev, and may write here
     """
@@ -56,6 +58,7 @@ class StepInputs:
     decode_bounds: np.ndarray
     max_decode_len: int
     chunks: tuple[ChunkRow, ...]
+    wanted_dev: Tensor | None = None
     states_dev: Tensor | None = None
 
 

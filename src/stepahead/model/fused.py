@@ -66,7 +66,8 @@ class FusedLayers:
         self._room = _Room(_ROWS_AT_A_TIME, self._layouts, model, team)
 
     def run(self, x: Tensor, inputs: StepInputs, kv: KVPool, norm: RMSNorm | None) -> Tensor:
-        """float32[T, hidden] to the same, at last normed if `norm` is given; x is overwritten.
+        """float32[T, hidden] to the same, at last normed if `norm` is given; x is overwritten.  Of
+        rows that nobody wants then, the last layer makes keys and values only.
 
         Shapes, types, lengths, positions and cells are asserted, in some 10 µs a step: kernels go
         by addresses.  Page ids are not, of which there are as many as rows have pages.
@@ -80,16 +81,44 @@ class FusedLayers:
             self._room = _Room(most, self._layouts, self._model, self._team)
         self._look_at(kv)
         fields, held = self._step(x, inputs)
-        fields[step.LAST_NORM] = 0 if norm is None else _floats_at(norm.weight)
-        # the rows of a chunk are in order: those that a band's see have been through all layers
-        for band in _bands(fields, x.shape[1] * 4):
+        wanted, last = inputs.wanted_dev, 0 if norm is None else _floats_at(norm.weight)
+        if wanted is None or norm is None or 2 * len(wanted) > len(x):
+            fields[step.LAST_NORM] = last
+            self._compute(fields)
+        else:
+            fields[step.KEYS_OF] = len(self._layers) - 1
+            self._compute(fields)
+            if len(wanted):
+                self._finish(x, inputs, wanted, fields, last)
+        del held
+        return x
+
+    def _compute(self, fields: np.ndarray) -> None:
+        # the rows of a chunk are in order: those that a band's see have been as far as these go
+        for band in _bands(fields, self._model.spec.hidden_size * 4):
             self._team.run(
                 step.layers,
                 *(self._team.address, self._fields, self._matrices, self._room.fields, band),
                 *(self._model.spec.rms_eps, self._scale),
             )
-        del held
-        return x
+
+    def _finish(
+        self, x: Tensor, inputs: StepInputs, wanted: Tensor, fields: np.ndarray, norm: int
+    ) -> None:
+        """The last layer, for some rows; what it says of their keys and values it has said."""
+        rest = fields.copy()  # a helper may still look at the other
+        some, places = x.index_select(0, wanted), wanted.numpy()
+        cells, positions = (
+            values.index_select(0, wanted) for values in (inputs.cells_dev, inputs.positions_dev)
+        )
+        tables, lengths = (every[places] for every in _reads(inputs))
+        rest[step.COUNT], rest[step.X_AT], rest[step.DECODED] = len(some), some.data_ptr(), 0
+        rest[step.CELLS], rest[step.POSITIONS] = cells.data_ptr(), positions.data_ptr()
+        rest[step.TABLES], rest[step.OTHER_LENGTHS] = tables.ctypes.data, lengths.ctypes.data
+        rest[step.FIRST], rest[step.KEYS_OF] = len(self._layers) - 1, len(self._layers)
+        rest[step.LAST_NORM] = norm
+        self._compute(rest)
+        x.index_copy_(0, wanted, some)
 
     def settle_threads(self) -> str:
         """Use all of the team's threads, unless a small step is clearly faster with fewer, as on
@@ -191,6 +220,7 @@ class FusedLayers:
         cells, pages = inputs.cells_dev.contiguous(), inputs.decode_pages_dev
         fields = np.zeros(step.STEP_FIELDS, np.int64)
         fields[step.COUNT], fields[step.X_AT] = len(x), x.data_ptr()
+        fields[step.KEYS_OF] = len(self._layers)  # there is none
         fields[step.CELLS], fields[step.POSITIONS] = cells.data_ptr(), _at(inputs.positions_dev)
         fields[step.SCRATCH] = self._room.scratch.ctypes.data
         fields[step.SCRATCH_BYTES] = self._room.scratch.shape[1] * 4
@@ -254,6 +284,17 @@ def _chunk_reads(inputs: StepInputs) -> tuple[np.ndarray, np.ndarray]:
     """For each of the chunks' tokens the address of its row's pages, and what it sees."""
     tables = [np.full(row.count, _at(row.pages_dev)) for row in inputs.chunks]
     lengths = [np.arange(row.context_len - row.count, row.context_len) + 1 for row in inputs.chunks]
+    return np.concatenate(tables), np.concatenate(lengths)
+
+
+def _reads(inputs: StepInputs) -> tuple[np.ndarray, np.ndarray]:
+    """The same for each of the step's tokens."""
+    pages = inputs.decode_pages_dev
+    tables = [pages.data_ptr() + np.arange(inputs.n_decode) * pages.stride(0) * 8]
+    lengths = [inputs.decode_lens_dev.numpy()]
+    if inputs.chunks:
+        for every, more in zip((tables, lengths), _chunk_reads(inputs), strict=True):
+            every.append(more)
     return np.concatenate(tables), np.concatenate(lengths)
 
 

@@ -4,7 +4,7 @@ Rows whose logits processor wants their tokens on the host wait for these in the
 
 Matchers stand beside the thread that launches.  Of a step's late rows they hear the tokens as soon
 as these have landed here, and make all masks of the next step while its forward runs (on a device
-that has run what it was given when it is asked, such as the CPU, the launching thread hears):
+that has run what it was given when it is asked, the launching thread hears):
 
     forward    [ model n | first rows | late rows ]  [ model n+1     | first rows | late rows ]
     beside                                         \\ heard n | masks n+1 /
@@ -32,7 +32,8 @@ from stepahead.runner.stage import LateRows
 
 
 class LateSide:
-    """The matchers' side.  Its calls come from the thread that launches, in the order of steps."""
+    """The matchers' side.  Its calls come from the thread that launches, in the order of steps; or
+    from the forward's while that one waits for the same call (`flight.Once`)."""
 
     def __init__(
         self, device: Device, spec: RunnerSpec, vocab_size: int, processed: bool = False

@@ -125,10 +125,13 @@ class Runner:
         self._hand_over = (
             HandOver(device, spec, links, self._slots, self._relay) if links is not None else None
         )
-        # drafts and stages have inputs of their own kind
-        plain = self._verifier is None and links is None
+        # drafts and stages have inputs of their own kind, and read more of the model's states than
+        # those that are sampled after
+        self._samples_only = self._verifier is None and links is None
         sizes = spec.page_size, vocab_size
-        self._decode = build_decode(self._slots, self._relay, *sizes) if plain else None
+        self._decode = (
+            build_decode(self._slots, self._relay, *sizes) if self._samples_only else None
+        )
         self._last = self._hand_over is None or self._hand_over.is_last
         self._sampling = Sampling(
             model.logits,
@@ -213,8 +216,8 @@ class Runner:
         return flight
 
     def _begin(self, staged: Staged, box: StepBox) -> None:
-        """Nothing but the model is left to be launched: a thread beside fights with this one for
-        the interpreter no longer."""
+        """Nothing but the model is left to be launched, or that has been: a thread beside fights
+        with this one for the interpreter no longer."""
         if staged.late is not None and self._last:
             box.masks = self._late.masks(staged.late)
 
@@ -443,6 +446,8 @@ class Runner:
             else:
                 box.asked = verifier.ask(step)
                 inputs = verifier.inputs(step, box.asked)
+            if self._samples_only and not staged.scores and not staged.pools:
+                inputs = replace(inputs, wanted_dev=step.sampled_dev)
             if box.arrived:
                 inputs = replace(inputs, states_dev=box.arrived.pop())
             box.begin()
@@ -462,6 +467,7 @@ class Runner:
 
     def _resolve(self, staged: Staged, box: StepBox) -> Tensor:
         box.begin()
+        self._device.long_next()
         self._take_over(staged.changes)
         if self._verifier is None:
             return self._relay.resolve(staged.inputs.route)
