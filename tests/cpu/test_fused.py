@@ -454,6 +454,28 @@ def test_a_pool_of_another_model_is_refused(llama: Path) -> None:
             model(inputs, pool)
 
 
+def test_what_a_kernel_was_told_stays_as_it_was(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A helper that has met the others for the last time may still look at it."""
+    told: list[tuple[np.ndarray, np.ndarray]] = []
+    compute = FusedLayers._compute
+
+    def noted(self: FusedLayers, fields: np.ndarray) -> None:
+        told.append((fields, fields.copy()))
+        compute(self, fields)
+
+    monkeypatch.setattr(FusedLayers, "_compute", noted)
+    model = loaded(llama, laid_out("none", 2))
+    pages = Pages(model)
+    inputs = pages.inputs(chunks={"a": random_ids(9, seed=1)})[1]
+    with torch.inference_mode():
+        model(replace(inputs, wanted_dev=torch.tensor([8])), pages.kv)
+    assert len(told) == 2
+    for fields, then in told:
+        assert (fields == then).all()
+
+
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.5])
 @pytest.mark.parametrize("kind", ["none", "int8"])
 def test_states_that_are_asked_for_are_the_same_to_the_bit_where_others_are_not(

@@ -658,7 +658,7 @@ MUTATIONS = [
         "model/fused.py",
         "        rest = fields.copy()  # a helper may still look at the other\n",
         "        rest = fields\n",
-        _WANTED,
+        _FUSED + "test_what_a_kernel_was_told_stays_as_it_was",
     ),
     Mutation(
         "what nobody asks for has no keys in the last layer",

@@ -44,7 +44,7 @@ class NoiseModel:
     is something for a grammar to choose from.
 
     Logits are the last that a forward makes, so where the rows of a step decode they are copied (1
-    ms or less for 32 rows of 49,152) at the end of `forward_ms`, and in the caches behind it.
+    ms or less for 32 rows of 49,152) at the end of `forward_ms`.
     """
 
     def __init__(
